@@ -9,7 +9,6 @@ What the numbers contain: the garbage collector stays as it is (your program pay
 the measurement does too), and the time to free what `fn` returned is left out.
 """
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +29,7 @@ class _Sample:
 
     @property
     def median(self) -> float:
-        return statistics.median(self.runs)
+        return self._quartiles()[1]
 
     @property
     def low(self) -> float:
@@ -43,6 +42,8 @@ class _Sample:
         return self._quartiles()[2]
 
     def _quartiles(self) -> list[float]:
+        import statistics  # here, because it would double the time to import this module
+
         if len(self.runs) == 1:
             return [self.runs[0]] * 3
         return statistics.quantiles(self.runs, n=4, method="inclusive")
@@ -127,7 +128,8 @@ class Comparison:
             middle = f"{low:.{decimals}f}–{high:.{decimals}f} {unit}"
             rows.append((name, timing.short(), middle, f"{self.ratio(name, first).median:.2f}×"))
         rounds = len(self[first].runs)
-        return f"{_align(rows)}\n{rounds} round{'s'[: rounds > 1]}, the functions taking turns"
+        turns = "1 round" if rounds == 1 else f"{rounds} rounds, the functions taking turns"
+        return f"{_align(rows)}\n{turns}"
 
     def __str__(self) -> str:
         return self.table()
