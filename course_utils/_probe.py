@@ -1,0 +1,353 @@
+"""Read the machine: GPUs through NVML or nvidia-smi, the CPU through the kernel's files.
+
+Nothing here raises. What could not be read is ``None``, and why is said in words in
+the list of errors. :mod:`course_utils.devices` turns the readings into records.
+Names and units of fields are those of :class:`course_utils.devices.Device` (bytes, percent).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SMI_SECONDS = 5.0
+SMI_FIELDS = "index,uuid,memory.total,memory.used,memory.free,utilization.gpu,name"
+MIB = 1024**2
+Reading = dict  # field -> value, and "sources": field -> where it came from
+
+# A broken driver can take seconds to say so. What failed once is not asked again in
+# this process: source -> what went wrong, in words.
+_failed: dict[str, str] = {}
+_nvml_pid: int | None = None
+
+
+def read_gpus() -> tuple[list[Reading], list[str]]:
+    """All GPUs of the machine and what went wrong, from the first source that answers."""
+    errors: list[str] = []
+    for source, read in (("NVML", _read_nvml), ("nvidia-smi", _read_smi)):
+        key = source if source == "NVML" else f"{source} at {shutil.which('nvidia-smi')}"
+        if key in _failed:
+            errors.append(_failed[key])
+            continue
+        try:
+            gpus, remarks = read()
+        except Exception as e:  # a census never raises: every failure becomes a sentence
+            _failed[key] = f"{source}: {_in_words(e)}"
+            errors.append(_failed[key])
+            continue
+        return gpus, errors + remarks
+    return [], errors
+
+
+class Unreadable(Exception):
+    """A source that cannot be used, and why."""
+
+
+def _in_words(e: BaseException) -> str:
+    return str(e) if isinstance(e, Unreadable) else f"{type(e).__name__}: {e}"
+
+
+def _read_nvml() -> tuple[list[Reading], list[str]]:
+    pynvml = _nvml()
+    errors: list[str] = []
+
+    def ask(gpu: str, what: str, call):
+        """The answer, or None and a sentence: one unknown field must not hide the rest."""
+        try:
+            return call()
+        except Exception as e:
+            errors.append(f"NVML: {gpu}: {what} not known ({e})")
+            return None
+
+    gpus = []
+    for i in range(pynvml.nvmlDeviceGetCount()):
+        label = f"GPU {i}"
+        handle = ask(label, "handle", functools.partial(pynvml.nvmlDeviceGetHandleByIndex, i))
+        if handle is None:
+            continue
+        get = functools.partial  # binds this round's handle
+        memory = ask(label, "memory", get(pynvml.nvmlDeviceGetMemoryInfo, handle))
+        rates = ask(label, "utilisation", get(pynvml.nvmlDeviceGetUtilizationRates, handle))
+        if _mig(pynvml, handle):
+            errors.append(f"{label} is split by MIG: a process sees one instance, not all of it")
+        gpus.append(
+            _reading(
+                "nvml",
+                label,
+                errors,
+                index=i,
+                name=_text(ask(label, "name", get(pynvml.nvmlDeviceGetName, handle))),
+                uuid=_text(ask(label, "uuid", get(pynvml.nvmlDeviceGetUUID, handle))),
+                total_memory=memory and memory.total,
+                used_memory=memory and memory.used,
+                free_memory=memory and memory.free,
+                utilisation=rates and float(rates.gpu),
+            )
+        )
+    if not gpus:
+        raise Unreadable(errors[0] if errors else "the driver answers, and reports no GPU")
+    return gpus, errors
+
+
+def _nvml():
+    """The pynvml module with NVML initialised in this process."""
+    global _nvml_pid
+    if sys.platform == "linux" and "pynvml" not in sys.modules:
+        if "microsoft" in os.uname().release.lower():
+            raise Unreadable("not asked: under WSL it can crash the kernel (WSL#11277)")
+        try:  # pynvml takes 50 ms to import: first see whether there is anything to ask
+            ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            raise Unreadable("no NVIDIA driver library on this machine") from None
+    try:
+        import pynvml
+    except ImportError as e:
+        raise Unreadable(f"{e}; install nvidia-ml-py") from None
+    if _nvml_pid != os.getpid():  # kept open: closing it makes the next call slow again
+        pynvml.nvmlInit()
+        _nvml_pid = os.getpid()
+    return pynvml
+
+
+def _mig(pynvml, handle) -> bool:
+    try:
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+    except Exception:  # most GPUs have no MIG, and say so by an error
+        return False
+
+
+def _text(value):
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _reading(source: str, label: str, errors: list[str], **fields) -> Reading:
+    """Fields with their source; impossible figures become unknown, and are named."""
+    if fields["total_memory"] == 0:  # unified memory: the GPU has none of its own
+        errors.append(f"{source}: {label}: reports 0 bytes of memory in total, taken as unknown")
+        fields.update(total_memory=None, used_memory=None, free_memory=None)
+    fields["sources"] = {k: source for k, v in fields.items() if v is not None}
+    return fields
+
+
+def _read_smi() -> tuple[list[Reading], list[str]]:
+    text = _run_smi()
+    errors: list[str] = []
+    gpus = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        cells = [c.strip() for c in line.split(",", SMI_FIELDS.count(","))]
+        if len(cells) <= SMI_FIELDS.count(",") or not cells[0].isdigit():
+            errors.append(f"nvidia-smi: a line that is no GPU: {line[:80]!r}")
+            continue
+        label = f"GPU {cells[0]}"
+        numbers = []
+        for what, cell in zip(SMI_FIELDS.split(",")[2:6], cells[2:6], strict=True):
+            try:
+                numbers.append(float(cell.split()[0]))
+            except (ValueError, IndexError):  # [N/A], [Insufficient Permissions], [Unknown Error]
+                numbers.append(None)
+                errors.append(f"nvidia-smi: {label}: {what} not known ({cell or 'empty'})")
+        total, used, free = (n if n is None else int(n * MIB) for n in numbers[:3])
+        gpus.append(
+            _reading(
+                "nvidia-smi",
+                label,
+                errors,
+                index=int(cells[0]),
+                name=cells[6] or None,
+                uuid=cells[1] if cells[1].startswith(("GPU-", "MIG-")) else None,
+                total_memory=total,
+                used_memory=used,
+                free_memory=free,
+                utilisation=numbers[3],
+            )
+        )
+    if not gpus:
+        raise Unreadable(errors[0].partition(": ")[2] if errors else "it printed nothing")
+    return gpus, errors
+
+
+def _run_smi() -> str:
+    """What nvidia-smi prints; Unreadable when it is missing, fails or hangs."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        raise Unreadable("not found on PATH")
+    process = subprocess.Popen(
+        [smi, f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # so that Ctrl-C in the cell is ours, and its children die with it
+    )
+    try:
+        out, _ = process.communicate(timeout=SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise Unreadable(f"no answer within {SMI_SECONDS:g} s, given up") from None
+    finally:
+        if process.returncode is None:
+            _kill(process)
+    text = out.decode(errors="replace")
+    if process.returncode:
+        said = " ".join(text.split())[:200] or "nothing printed"
+        raise Unreadable(f"exit code {process.returncode}: {said}")
+    return text
+
+
+def _kill(process: subprocess.Popen) -> None:
+    # Not waited for without end: on a hung driver the process cannot die (state D).
+    try:
+        os.killpg(process.pid, 9) if hasattr(os, "killpg") else process.kill()
+        process.wait(timeout=1)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
+    if process.stdout:
+        process.stdout.close()
+
+
+# --- the CPU --------------------------------------------------------------------------
+
+
+def read_cpu(root: Path = Path("/")) -> tuple[Reading, bool, list[str]]:
+    """The CPU's fields, whether ranks can be pinned, and what went wrong.
+
+    root: where /proc and /sys are found (a made-up folder in tests).
+    """
+    errors: list[str] = []
+    can_pin = hasattr(os, "sched_setaffinity")
+    cpus = sorted(os.sched_getaffinity(0)) if can_pin else list(range(os.cpu_count() or 1))
+    if can_pin:
+        try:
+            os.sched_setaffinity(0, cpus)  # changes nothing; sandboxes that forbid it say so
+        except OSError as e:
+            can_pin = False
+            errors.append(f"pinning to a core is not allowed here ({e})")
+    cores, physical = order_cores(tuple(cpus), root)
+    fields: Reading = dict(index=0, name=_cpu_name(root), uuid=None, utilisation=None)
+    fields |= dict(cores=cores, physical=physical, quota=_quota(root))
+    sources = {"cores": "affinity" if hasattr(os, "sched_getaffinity") else "os.cpu_count"}
+    sources |= {"name": "/proc/cpuinfo" if Path(root, "proc/cpuinfo").exists() else "platform"}
+    if physical is not None:
+        sources["physical"] = "sysfs"
+    if fields["quota"] is not None:
+        sources["quota"] = "cgroup"
+    try:
+        memory, where = cpu_memory(root)
+    except Exception as e:
+        memory, where = dict.fromkeys(("total_memory", "used_memory", "free_memory")), None
+        errors.append(f"main memory not known ({_in_words(e)})")
+    if where:
+        sources |= dict.fromkeys(memory, where)
+    return fields | memory | {"sources": sources}, can_pin, errors
+
+
+def cpu_memory(root: Path = Path("/")) -> tuple[Reading, str]:
+    """Main memory in bytes, or the cgroup's share of it where that is less; and the source."""
+    import psutil
+
+    ram = psutil.virtual_memory()
+    limit, used = _memory_limit(root)
+    if limit is None or limit >= ram.total:
+        return dict(
+            total_memory=ram.total, used_memory=ram.used, free_memory=ram.available
+        ), "psutil"
+    free = None if used is None else max(0, min(limit - used, ram.available))
+    return dict(total_memory=limit, used_memory=used, free_memory=free), "cgroup"
+
+
+def order_cores(
+    cpus: tuple[int, ...], root: Path = Path("/")
+) -> tuple[tuple[int, ...], int | None]:
+    """The CPUs, one of each physical core first, then their hyper-thread siblings.
+
+    Also how many physical cores they belong to; None where the system does not say.
+    """
+    first: list[int] = []
+    siblings: list[int] = []
+    seen: set[str] = set()
+    for cpu in cpus:
+        group = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        if group is None:
+            return cpus, None
+        (siblings if group in seen else first).append(cpu)
+        seen.add(group)
+    return tuple(first + siblings), len(first)
+
+
+@functools.lru_cache
+def _cpu_name(root: Path) -> str:
+    try:
+        with open(root / "proc/cpuinfo") as f:
+            for line in f:  # stops at the first: the file is long on large machines
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    import platform
+
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _cgroup_files(root: Path, controller: str, v1: str, v2: str):
+    """Texts of this process's limit files, in its own group and every group above it."""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0":
+            bases, name = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"], v2
+        elif controller in controllers.split(","):
+            bases, name = [root / "sys/fs/cgroup" / controller], v1
+        else:
+            continue
+        # In a container the path is often the host's and does not exist: its root remains.
+        parts = [p for p in path.split("/") if p not in ("", "..")]
+        for base in bases:
+            for depth in range(len(parts), -1, -1):
+                folder = base.joinpath(*parts[:depth])
+                text = _read(folder / name)
+                if text is not None:
+                    yield folder, text
+
+
+def _quota(root: Path) -> float | None:
+    """CPUs' worth of time that the cgroup allows; None without a limit."""
+    limits = []
+    for folder, text in _cgroup_files(root, "cpu", "cpu.cfs_quota_us", "cpu.max"):
+        period = _read(folder / "cpu.cfs_period_us") or "100000"
+        quota, _, rest = text.partition(" ")
+        try:
+            if quota != "max" and float(quota) > 0:
+                limits.append(float(quota) / float(rest or period))
+        except (ValueError, ZeroDivisionError):
+            continue
+    return min(limits, default=None)
+
+
+def _memory_limit(root: Path) -> tuple[int | None, int | None]:
+    """The least limit of the cgroup and its parents, and the use counted against it, bytes."""
+    found = []
+    for folder, text in _cgroup_files(root, "memory", "memory.limit_in_bytes", "memory.max"):
+        if text.isdigit():
+            found.append((int(text), folder))
+    if not found:
+        return None, None
+    limit, folder = min(found)
+    used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+    if used is None or not used.isdigit():
+        return limit, None
+    # Cached files count as use, but are given up when memory is wanted.
+    stat = dict(
+        s.split(None, 1) for s in (_read(folder / "memory.stat") or "").splitlines() if " " in s
+    )
+    cached = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+    return limit, max(0, int(used) - cached)
