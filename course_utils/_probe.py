@@ -7,13 +7,9 @@ Names and units of fields are those of :class:`course_utils.devices.Device` (byt
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 SMI_SECONDS = 5.0
 SMI_FIELDS = "index,uuid,memory.total,memory.used,memory.free,utilization.gpu,name"
@@ -28,6 +24,8 @@ _nvml_pid: int | None = None
 
 def read_gpus() -> tuple[list[Reading], list[str]]:
     """All GPUs of the machine and what went wrong, from the first source that answers."""
+    import shutil
+
     errors: list[str] = []
     for source, read in (("NVML", _read_nvml), ("nvidia-smi", _read_smi)):
         key = source if source == "NVML" else f"{source} at {shutil.which('nvidia-smi')}"
@@ -98,6 +96,8 @@ def _nvml():
     """The pynvml module with NVML initialised in this process."""
     global _nvml_pid
     if sys.platform == "linux" and "pynvml" not in sys.modules:
+        import ctypes
+
         if "microsoft" in os.uname().release.lower():
             raise Unreadable("not asked: under WSL it can crash the kernel (WSL#11277)")
         try:  # pynvml takes 50 ms to import: first see whether there is anything to ask
@@ -173,6 +173,9 @@ def _read_smi() -> tuple[list[Reading], list[str]]:
 
 def _run_smi() -> str:
     """What nvidia-smi prints; Unreadable when it is missing, fails or hangs."""
+    import shutil
+    import subprocess
+
     smi = shutil.which("nvidia-smi")
     if smi is None:
         raise Unreadable("not found on PATH")
@@ -197,7 +200,9 @@ def _run_smi() -> str:
     return text
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process) -> None:
+    import subprocess
+
     # Not waited for without end: on a hung driver the process cannot die (state D).
     try:
         os.killpg(process.pid, 9) if hasattr(os, "killpg") else process.kill()
@@ -211,7 +216,7 @@ def _kill(process: subprocess.Popen) -> None:
 # --- the CPU --------------------------------------------------------------------------
 
 
-def read_cpu(root: Path = Path("/")) -> tuple[Reading, bool, list[str]]:
+def read_cpu(root: str = "/") -> tuple[Reading, bool, list[str]]:
     """The CPU's fields, whether ranks can be pinned, and what went wrong.
 
     root: where /proc and /sys are found (a made-up folder in tests).
@@ -229,7 +234,11 @@ def read_cpu(root: Path = Path("/")) -> tuple[Reading, bool, list[str]]:
     fields: Reading = dict(index=0, name=_cpu_name(root), uuid=None, utilisation=None)
     fields |= dict(cores=cores, physical=physical, quota=_quota(root))
     sources = {"cores": "affinity" if hasattr(os, "sched_getaffinity") else "os.cpu_count"}
-    sources |= {"name": "/proc/cpuinfo" if Path(root, "proc/cpuinfo").exists() else "platform"}
+    sources |= {
+        "name": "/proc/cpuinfo"
+        if os.path.exists(os.path.join(root, "proc/cpuinfo"))
+        else "platform"
+    }
     if physical is not None:
         sources["physical"] = "sysfs"
     if fields["quota"] is not None:
@@ -244,7 +253,7 @@ def read_cpu(root: Path = Path("/")) -> tuple[Reading, bool, list[str]]:
     return fields | memory | {"sources": sources}, can_pin, errors
 
 
-def cpu_memory(root: Path = Path("/")) -> tuple[Reading, str]:
+def cpu_memory(root: str = "/") -> tuple[Reading, str]:
     """Main memory in bytes, or the cgroup's share of it where that is less; and the source."""
     import psutil
 
@@ -258,9 +267,7 @@ def cpu_memory(root: Path = Path("/")) -> tuple[Reading, str]:
     return dict(total_memory=limit, used_memory=used, free_memory=free), "cgroup"
 
 
-def order_cores(
-    cpus: tuple[int, ...], root: Path = Path("/")
-) -> tuple[tuple[int, ...], int | None]:
+def order_cores(cpus: tuple[int, ...], root: str = "/") -> tuple[tuple[int, ...], int | None]:
     """The CPUs, one of each physical core first, then their hyper-thread siblings.
 
     Also how many physical cores they belong to; None where the system does not say.
@@ -269,7 +276,7 @@ def order_cores(
     siblings: list[int] = []
     seen: set[str] = set()
     for cpu in cpus:
-        group = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        group = _read(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         if group is None:
             return cpus, None
         (siblings if group in seen else first).append(cpu)
@@ -278,9 +285,9 @@ def order_cores(
 
 
 @functools.lru_cache
-def _cpu_name(root: Path) -> str:
+def _cpu_name(root: str) -> str:
     try:
-        with open(root / "proc/cpuinfo") as f:
+        with open(os.path.join(root, "proc/cpuinfo")) as f:
             for line in f:  # stops at the first: the file is long on large machines
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
@@ -291,39 +298,40 @@ def _cpu_name(root: Path) -> str:
     return platform.processor() or platform.machine() or "CPU"
 
 
-def _read(path: Path) -> str | None:
+def _read(*path: str) -> str | None:
     try:
-        return path.read_text().strip()
+        with open(os.path.join(*path)) as f:
+            return f.read().strip()
     except (OSError, UnicodeDecodeError):
         return None
 
 
-def _cgroup_files(root: Path, controller: str, v1: str, v2: str):
+def _cgroup_files(root: str, controller: str, v1: str, v2: str):
     """Texts of this process's limit files, in its own group and every group above it."""
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+    for line in (_read(root, "proc/self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0":
-            bases, name = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"], v2
+            bases, name = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], v2
         elif controller in controllers.split(","):
-            bases, name = [root / "sys/fs/cgroup" / controller], v1
+            bases, name = [f"sys/fs/cgroup/{controller}"], v1
         else:
             continue
         # In a container the path is often the host's and does not exist: its root remains.
         parts = [p for p in path.split("/") if p not in ("", "..")]
         for base in bases:
             for depth in range(len(parts), -1, -1):
-                folder = base.joinpath(*parts[:depth])
-                text = _read(folder / name)
+                folder = os.path.join(root, base, *parts[:depth])
+                text = _read(folder, name)
                 if text is not None:
                     yield folder, text
 
 
-def _quota(root: Path) -> float | None:
+def _quota(root: str) -> float | None:
     """CPUs' worth of time that the cgroup allows; None without a limit."""
     limits = []
     for folder, text in _cgroup_files(root, "cpu", "cpu.cfs_quota_us", "cpu.max"):
-        period = _read(folder / "cpu.cfs_period_us") or "100000"
+        period = _read(folder, "cpu.cfs_period_us") or "100000"
         quota, _, rest = text.partition(" ")
         try:
             if quota != "max" and float(quota) > 0:
@@ -333,7 +341,7 @@ def _quota(root: Path) -> float | None:
     return min(limits, default=None)
 
 
-def _memory_limit(root: Path) -> tuple[int | None, int | None]:
+def _memory_limit(root: str) -> tuple[int | None, int | None]:
     """The least limit of the cgroup and its parents, and the use counted against it, bytes."""
     found = []
     for folder, text in _cgroup_files(root, "memory", "memory.limit_in_bytes", "memory.max"):
@@ -342,12 +350,12 @@ def _memory_limit(root: Path) -> tuple[int | None, int | None]:
     if not found:
         return None, None
     limit, folder = min(found)
-    used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+    used = _read(folder, "memory.current") or _read(folder, "memory.usage_in_bytes")
     if used is None or not used.isdigit():
         return limit, None
     # Cached files count as use, but are given up when memory is wanted.
     stat = dict(
-        s.split(None, 1) for s in (_read(folder / "memory.stat") or "").splitlines() if " " in s
+        s.split(None, 1) for s in (_read(folder, "memory.stat") or "").splitlines() if " " in s
     )
     cached = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
     return limit, max(0, int(used) - cached)

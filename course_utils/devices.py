@@ -12,7 +12,6 @@ GPU; lessons that need two ranks use pinned cores) and ``gpuN`` (each GPU is a d
 
 from __future__ import annotations
 
-import html
 import math
 import os
 from collections.abc import Mapping
@@ -102,6 +101,8 @@ class Census:
         return "\n".join([*(line.rstrip() for line in lines), *self._remarks()])
 
     def _repr_html_(self) -> str:
+        import html
+
         def cells(row, tag):
             return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
 
