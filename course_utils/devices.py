@@ -5,6 +5,7 @@
     from course_utils.devices import census, slots
     print(census())          # in a notebook, a last line `census()` shows a table
     slots(2)                 # two devices, or an error that says what to do
+    with watch() as w: ...   # then print(w.table()), plots.show(w.figure(), alt=w.finding())
 
 Three tiers: ``cpu`` (no GPU: a device is a process pinned to one core), ``gpu1`` (one
 GPU; lessons that need two ranks use pinned cores) and ``gpuN`` (each GPU is a device).
@@ -18,6 +19,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from course_utils import _probe
+from course_utils._watch import Sample, Watch, watch
+
+__all__ = [
+    "Census",
+    "Device",
+    "NotEnoughDevices",
+    "Sample",
+    "Slot",
+    "Watch",
+    "census",
+    "slots",
+    "watch",
+]
 
 GIB = 1024**3
 NOT_RUN = "the multi-GPU path was not run by the authors"
