@@ -130,6 +130,9 @@ def _reading(source: str, label: str, errors: list[str], **fields) -> Reading:
     if fields["total_memory"] == 0:  # unified memory: the GPU has none of its own
         errors.append(f"{source}: {label}: reports 0 bytes of memory in total, taken as unknown")
         fields.update(total_memory=None, used_memory=None, free_memory=None)
+    if (fields["utilisation"] or 0) > 100:
+        errors.append(f"{source}: {label}: a utilisation of {fields['utilisation']:g} %, no figure")
+        fields["utilisation"] = None
     fields["sources"] = {k: source for k, v in fields.items() if v is not None}
     return fields
 
@@ -146,10 +149,8 @@ def _read_smi() -> tuple[list[Reading], list[str]]:
         label = f"GPU {cells[0]}"
         numbers = []
         for what, cell in zip(SMI_FIELDS.split(",")[2:6], cells[2:6], strict=True):
-            try:
-                numbers.append(float(cell.split()[0]))
-            except (ValueError, IndexError):  # [N/A], [Insufficient Permissions], [Unknown Error]
-                numbers.append(None)
+            numbers.append(_number(cell))
+            if numbers[-1] is None:  # [N/A], [Insufficient Permissions], [Unknown Error]
                 errors.append(f"nvidia-smi: {label}: {what} not known ({cell or 'empty'})")
         total, used, free = (n if n is None else int(n * MIB) for n in numbers[:3])
         gpus.append(
@@ -169,6 +170,15 @@ def _read_smi() -> tuple[list[Reading], list[str]]:
     if not gpus:
         raise Unreadable(errors[0].partition(": ")[2] if errors else "it printed nothing")
     return gpus, errors
+
+
+def _number(cell: str) -> float | None:
+    """A figure that can be meant: "12 MiB" is 12, "nan" and "[N/A]" are unknown."""
+    try:
+        value = float(cell.split()[0])
+    except (ValueError, IndexError):
+        return None
+    return value if 0 <= value < float("inf") else None
 
 
 def _run_smi() -> str:
@@ -222,10 +232,11 @@ def read_cpu(root: str = "/") -> tuple[Reading, bool, list[str]]:
     root: where /proc and /sys are found (a made-up folder in tests).
     """
     errors: list[str] = []
-    can_pin = hasattr(os, "sched_setaffinity")
-    cpus = sorted(os.sched_getaffinity(0)) if can_pin else list(range(os.cpu_count() or 1))
+    can_pin = hasattr(os, "sched_setaffinity")  # not on macOS
+    cpus, source = list(range(os.cpu_count() or 1)), "os.cpu_count"
     if can_pin:
         try:
+            cpus, source = sorted(os.sched_getaffinity(0)), "affinity"
             os.sched_setaffinity(0, cpus)  # changes nothing; sandboxes that forbid it say so
         except OSError as e:
             can_pin = False
@@ -233,7 +244,7 @@ def read_cpu(root: str = "/") -> tuple[Reading, bool, list[str]]:
     cores, physical = order_cores(tuple(cpus), root)
     fields: Reading = dict(index=0, name=_cpu_name(root), uuid=None, utilisation=None)
     fields |= dict(cores=cores, physical=physical, quota=_quota(root))
-    sources = {"cores": "affinity" if hasattr(os, "sched_getaffinity") else "os.cpu_count"}
+    sources = {"cores": source}
     sources |= {
         "name": "/proc/cpuinfo"
         if os.path.exists(os.path.join(root, "proc/cpuinfo"))

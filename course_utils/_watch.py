@@ -158,19 +158,21 @@ class Watch:
         shown = self._busiest(SHOWN)
         fig = Figure(figsize=(7.0, 1.4 + 0.8 * (len(shown) + 1)), layout="constrained")
         strips = fig.subplots(len(shown) + 1, 1, sharex=True, squeeze=False)[:, 0]
-        seconds = [s.seconds for s in self.samples]
+        seconds = [0.0, *(s.seconds for s in self.samples)]
         for strip, device in zip(strips, shown, strict=False):
             colour = colours[0] if device.startswith("GPU") else colours[1]
             load = [_nan(s.utilisation.get(device)) for s in self.samples]
+            load = load[:1] + load  # a sample tells of the time before it, the first one too
             strip.fill_between(seconds, load, step="pre", color=colour, alpha=0.35)
             strip.step(seconds, load, where="pre", color=colour)
             strip.set(ylim=(0, 105), yticks=(0, 50, 100), ylabel=f"{device}\n(%)")
         for device, dash in zip(self._memories(), ("-", "--", ":", "-.") * SHOWN, strict=False):
             used = [_nan(s.memory.get(device)) / GIB for s in self.samples]
-            strips[-1].plot(seconds, used, dash, color=colours[2], label=device)
+            strips[-1].plot(seconds[1:], used, dash, color=colours[2], label=device)
         strips[-1].set(ylabel="in use\n(GiB)", xlabel="seconds since the block began")
-        strips[-1].set_ylim(bottom=0)
-        strips[-1].legend(loc="lower right", fontsize=8)
+        strips[-1].set_ylim(0, 1.2 * strips[-1].get_ylim()[1])
+        if self.samples:
+            strips[-1].legend(loc="lower right", fontsize=8)
         for strip in strips:
             for at, _ in self.marks:
                 strip.axvline(at, color="black", linestyle=":")
@@ -188,7 +190,7 @@ class Watch:
         return [d for d in self.devices() if d in chosen]
 
     def _memories(self) -> list[str]:
-        return [m for m in (self.samples[0].memory if self.samples else ())][: SHOWN + 1]
+        return list(self.samples[0].memory)[: SHOWN + 1] if self.samples else []
 
 
 def watch(interval: float = 0.1) -> Watch:

@@ -221,15 +221,19 @@ def _core_slots(n: int, found: Census) -> tuple[Slot, ...]:
 
 
 def _too_many(n: int, have: int, what: str, found: Census) -> str:
-    why = ""
-    if what == "core" and found.cpu.promised < len(found.cpu.cores):
-        why = f" (its container is limited to {found.cpu.quota:g} CPUs' worth of time)"
-    elif what == "core" and (os.cpu_count() or 1) > len(found.cpu.cores) and found.can_pin:
-        why = f" for this process ({os.cpu_count()} exist: taskset or a cpuset holds it to fewer)"
+    cpu, why, instead = found.cpu, "", "ranks then share cores, and timings will not mean much"
+    if what == "GPU":
+        hidden = len(found.gpus) - have
+        why = f" to use (CUDA_VISIBLE_DEVICES hides {hidden} more)" if hidden else ""
+        if n <= cpu.promised:  # NCCL refuses two ranks on one GPU
+            instead = "ranks then run on cores instead of GPUs"
+    elif cpu.promised < len(cpu.cores):
+        why = f" to use (its container is limited to {cpu.quota:g} CPUs' worth of time)"
+    elif "cores" in cpu.sources and (exist := os.cpu_count() or 1) > len(cpu.cores):
+        why = f" to use ({exist} exist, but this process is held to fewer, by taskset or a cpuset)"
     return (
         f"You asked for {n} devices and this machine has {have} {what}{'s' * (have != 1)}{why}. "
-        f"Ask for {have}, or pass oversubscribe=True: ranks then share cores, "
-        "and timings will not mean much."
+        f"Ask for {have}, or pass oversubscribe=True: {instead}."
     )
 
 
@@ -279,6 +283,15 @@ def _notes(c: Census):
     if wanted is not None and c.gpus and tier != "cpu":
         names = ", ".join(f"GPU {g.index}" for g in c.usable_gpus) or "none of the GPUs"
         yield f"CUDA_VISIBLE_DEVICES={wanted!r}: this process may use {names}"
+        by_number = any(e.strip().isdigit() for e in wanted.split(","))
+        pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        if by_number and not pci and len({g.name for g in c.gpus}) > 1:
+            yield (
+                "CUDA counts GPUs of different kinds fastest first, this table as nvidia-smi "
+                "does: name them by uuid, or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            )
+        if "MIG-" in wanted:
+            yield "a MIG instance cannot be told from its GPU here, so ranks get cores"
     if not c.can_pin:
         yield "unpinned: this system does not let a process be tied to a core, so timings vary more"
     if cpu.promised < len(cpu.cores):
