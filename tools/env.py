@@ -152,15 +152,6 @@ def kernel_command(venv):
     return command + ["--env", "COURSE_TF_GPU", "1"]
 
 
-def settle_jupyter(venv):
-    """JupyterLab asks its first-time user about news and updates: a learner needs neither."""
-    settings = venv / "share/jupyter/lab/settings"
-    settings.mkdir(parents=True, exist_ok=True)
-    quiet = {"fetchNews": "false", "checkForUpdates": False}
-    text = json.dumps({"@jupyterlab/apputils-extension:notification": quiet})
-    (settings / "overrides.json").write_text(text, encoding="utf-8")
-
-
 def ensure(venv, torch_choice="", dry_run=False):
     """Create or update `venv` where needed. Returns True if something was (or would be) done."""
     verdict, why = state(venv, torch_choice)
@@ -191,8 +182,6 @@ def ensure(venv, torch_choice="", dry_run=False):
     (venv / SETUP).write_text(json.dumps(options), encoding="utf-8")
     for command in commands:
         run(command)
-    if not tf_gpu:
-        settle_jupyter(venv)
     (venv / STAMP).write_text(fingerprint(), encoding="utf-8")
     return True
 

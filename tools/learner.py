@@ -111,10 +111,10 @@ def free_name(path: Path) -> Path:
         count += 1
 
 
-def jupyter(root: Path, page: str, options: list[str]) -> None:
-    """Become JupyterLab with `root` as its folder and `page` open; does not return."""
+def jupyter(root: Path, options: list[str], config: tuple[str, ...]) -> None:
+    """Become JupyterLab with `root` as its folder and lesson 00 open; does not return."""
     command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={root}"]
-    command.append(f"--LabApp.default_url=/lab/tree/{page}")
+    command.append(f"--LabApp.default_url=/lab/tree/{FIRST}")
     if hasattr(os, "geteuid") and os.geteuid() == 0 and "--allow-root" not in options:
         print("You are root: JupyterLab is told to accept that (--allow-root).", flush=True)
         command.append("--allow-root")
@@ -122,6 +122,11 @@ def jupyter(root: Path, page: str, options: list[str]) -> None:
     # environment's comes before one in the user's home.
     os.environ["PATH"] = str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+    # Settings of the course come before the user's: no question about news at the first start,
+    # none of nbgrader's buttons, and jupytext for authors alone.
+    paths = [str(ROOT / "tools" / folder) for folder in config]
+    paths += [path for path in [os.environ.get("JUPYTER_CONFIG_PATH")] if path]
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(paths)
     if os.name == "nt":  # exec would hand the terminal back while JupyterLab still runs
         sys.exit(subprocess.call(command + options))
     os.execv(command[0], command + options)
@@ -136,12 +141,12 @@ def main(words: list[str]) -> None:
             print(
                 f"{name} has a newer original: `make reset {number}` takes it and keeps your copy."
             )
-        jupyter(work, FIRST, rest)
+        jupyter(work, rest, ("jupyter/learner", "jupyter"))
     elif action == "reset" and len(rest) == 1:
         print("\n".join(Copies(work).reset(rest[0])))
         print("Open in JupyterLab? Then reload it there (File, Reload Notebook from Disk).")
     elif action == "edit":
-        jupyter(ROOT, FIRST, rest)
+        jupyter(ROOT, rest, ("jupyter",))
     elif action == "reset":
         sys.exit("make reset: say which lesson, for example `make reset 02`.")
     else:
