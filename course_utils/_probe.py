@@ -102,8 +102,10 @@ def _nvml():
             raise Unreadable("not asked: under WSL it can crash the kernel (WSL#11277)")
         try:  # pynvml takes 50 ms to import: first see whether there is anything to ask
             ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError:
-            raise Unreadable("no NVIDIA driver library on this machine") from None
+        except OSError as e:
+            if "No such file" in str(e):
+                raise Unreadable("no NVIDIA driver library on this machine") from None
+            raise Unreadable(f"the driver's library cannot be loaded ({e})") from None
     try:
         import pynvml
     except ImportError as e:
@@ -112,6 +114,15 @@ def _nvml():
         pynvml.nvmlInit()
         _nvml_pid = os.getpid()
     return pynvml
+
+
+def driver_version(root: str = "/") -> str | None:
+    """The NVIDIA driver's version, like "580.65.06"; None without one."""
+    try:
+        return _text(_nvml().nvmlSystemGetDriverVersion())
+    except Exception:  # why NVML failed is in the census; the kernel module says it too
+        words = (_read(root, "proc/driver/nvidia/version") or "").partition("\n")[0].split()
+        return next((w for w in words if w[0].isdigit() and "." in w), None)
 
 
 def _mig(pynvml, handle) -> bool:
