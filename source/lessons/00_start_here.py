@@ -1,0 +1,253 @@
+# ---
+# jupyter:
+#   course:
+#     rows: []
+#     minutes: {read: 5, do: 5}
+#     devices: 2
+#     path: core
+#     extra: torch
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Start here: two devices on your machine
+#
+# After this lesson you can say which devices the course uses on *your* machine, and you have run a first program on two of them.
+#
+# | | |
+# |---|---|
+# | **Time** | 5 minutes to read, 5 to do |
+# | **You should know** | Python functions; what a tensor is |
+# | **You will** | list your devices · run a function on two of them · read the error of a process that failed · use `check` and `hint` |
+# | **Runs on** | no GPU, or one: two pinned CPU cores · two GPUs or more: the GPUs |
+# | **Last verified** | Python 3.11, PyTorch 2.13.0 |
+
+# %%
+import os
+import time
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+
+from course_utils import plots
+from course_utils.devices import census, slots
+from course_utils.grading import check, hint
+from course_utils.launch import RankError, launch
+
+plots.use_style()
+
+# %% [markdown]
+# ## What is in this machine?
+#
+# A **device** is a thing that computes on its own, with its own clock and its own work to do. Most courses on this subject mean a GPU, and stop here if you do not have two. This one goes on: a CPU core that one process has to itself is a device too. `census` lists what you have.
+
+# %%
+print(census())
+
+# %% [markdown]
+# The first line names your **tier**. It decides what the lessons call a device:
+#
+# | tier | found | a device is | devices talk over |
+# |---|---|---|---|
+# | `cpu` | no GPU | a process pinned to one CPU core, with one compute thread | gloo (PyTorch), gRPC (TensorFlow) |
+# | `gpu1` | one GPU | that GPU; two pinned cores where a lesson needs two devices | gloo, gRPC |
+# | `gpuN` | two GPUs or more | each GPU | NCCL |
+#
+# **Pinned** means that the operating system may run the process on that core only. gloo, gRPC and NCCL are the libraries that carry the messages. Nothing falls back silently: a lesson asks for its devices, and stops with an error that says what to do when they are not there. This one asks for two.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+devices = slots(2)
+assert len(devices) == 2
+print("devices for this lesson:", len(devices))
+
+# %% [markdown]
+# ## Two processes, one sum
+#
+# Each device gets a process of its own. Its number is its **rank**, counted from 0. How many there are is the **world size**. All of them run the same function, and each asks which rank it is.
+#
+# The message they send each other most is the **all-reduce**: every rank brings a tensor, and every rank leaves with the sum.
+#
+# **Predict.** Rank 0 brings `[1, 2, 3, 4]`. Rank 1 brings `[10, 20, 30, 40]`. What does rank 0 hold afterwards? And rank 1? Write both down, then run the cell.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def my_device():
+    """The GPU of this rank if it was given one, otherwise the core that it is pinned to."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def first_all_reduce():
+    rank = dist.get_rank()
+    mine = torch.tensor([1.0, 2.0, 3.0, 4.0], device=my_device()) * 10**rank
+    dist.all_reduce(mine)  # sums over the ranks, in place
+    return mine.tolist()
+
+
+for rank, held in enumerate(launch(first_all_reduce, 2)):
+    print(f"rank {rank} of {len(devices)} holds {held}")
+
+# %% [markdown]
+# Both hold the same sum. There is no main process that keeps the result: after an all-reduce every rank has it, which is what training needs.
+#
+# `launch(function, 2)` started the two processes, ran the function of this cell in each, and returned what each of them returned, in order of rank. Later you will do the same from a shell with `torchrun`.
+#
+# ## Two devices, or one in disguise?
+#
+# Two processes on one core would take turns. So this needs proof. Each rank multiplies matrices in six pieces and writes down when each piece began and ended. First rank 0 does it alone, while rank 1 waits; then both at once.
+#
+# **Predict.** One rank alone needs a certain time. How long do two ranks need for twice the work: the same, half as much again, or double? Write it down.
+
+
+# %%
+def six_pieces(matrix, products=12):
+    """Six equal pieces of work; when each began and ended, on the machine's common clock."""
+    spans = []
+    for _ in range(6):
+        start = time.monotonic()
+        for _ in range(products):
+            product = matrix @ matrix
+        product[0, 0].item()  # wait for the result: a GPU may still be working
+        spans.append((start, time.monotonic()))
+    return spans
+
+
+def alone_then_together(size=768):
+    matrix = torch.rand(size, size, device=my_device())
+    six_pieces(matrix, products=1)  # the first products are slow: they wake the library up
+    dist.barrier()  # nobody goes on before everybody is here
+    alone = six_pieces(matrix) if dist.get_rank() == 0 else None
+    dist.barrier()
+    return {"process": os.getpid(), "alone": alone, "together": six_pieces(matrix)}
+
+
+reports = launch(alone_then_together, 2)
+for slot, report in zip(devices, reports, strict=True):
+    print(f"rank {slot.rank}: {slot.name}, process {report['process']}")
+assert reports[0]["process"] != reports[1]["process"], "two ranks must be two processes"
+
+alone = reports[0]["alone"]
+both = [report["together"] for report in reports]
+begin, end = min(spans[0][0] for spans in both), max(spans[-1][1] for spans in both)
+times_as_long = (end - begin) / (alone[-1][1] - alone[0][0])
+print(f"one rank, its own work:     {alone[-1][1] - alone[0][0]:.2f} s")
+print(f"two ranks, twice the work:  {end - begin:.2f} s, {times_as_long:.2f} times as long")
+
+# %%
+overlap = min(spans[-1][1] for spans in both) - max(spans[0][0] for spans in both)
+share = round(100 * max(0, overlap) / (end - begin))
+
+fig, ax = plt.subplots(figsize=(7, 2.4))
+for slot, spans in zip(devices, both, strict=True):
+    for number, (start, stop) in enumerate(spans):
+        ax.barh(
+            slot.rank, stop - start, left=start - begin, height=0.6, edgecolor="white",
+            color=plots.COLOURS[slot.rank], alpha=1.0 if number % 2 == 0 else 0.65,
+        )  # fmt: skip
+ax.set_yticks([slot.rank for slot in devices], [f"rank {s.rank}: {s.name}" for s in devices])
+ax.invert_yaxis()
+ax.grid(axis="y", visible=False)
+ax.set(xlabel="time (s)", ylabel="device")
+ax.set_title(f"Both devices computed at once for {share} % of the time")
+plots.show(
+    fig,
+    name="two-ranks-at-work",
+    alt=f"Two bars, one a rank, each of six pieces, drawn over time. Both ranks are at work at "
+    f"the same moment for {share} percent of the run.",
+)
+
+# %% [markdown]
+# One row is one rank, and each shade is one piece of its work. Where the rows lie above each other, both devices compute at the same moment. The lines before the figure say what that is worth: compare the last number with your prediction. 1.00 would be perfect; 2.00 would be one device in disguise.
+#
+# ## When a rank fails
+#
+# With many processes the commonest sight is one that fails while the others wait for it. Here rank 1 meets a bad sample, while rank 0 is already waiting in an all-reduce that rank 1 will never join.
+#
+# **Predict.** Does this cell hang, blame rank 0, or name rank 1?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def one_rank_fails():
+    if dist.get_rank() == 1:
+        raise ValueError("sample 17 is empty")
+    dist.all_reduce(torch.ones(1, device=my_device()))  # rank 0 waits here
+
+
+try:
+    launch(one_rank_fails, 2)
+except RankError as error:
+    print(f"rank {error.rank} failed first: {error.type_name}: {error.message}")
+else:
+    raise AssertionError("the failure of rank 1 was not reported")
+
+# %% [markdown]
+# `launch` ended the waiting rank and raised the error of the rank that failed first. Without the `try` you would see that rank's whole traceback. Every launch also has a deadline, so a cell cannot wait for ever; lesson 02 runs into one on purpose.
+#
+# ## How a lesson works
+#
+# - **Predict → Run → Explain.** Write your prediction down before you run a cell. A guess that turns out wrong is what you will remember.
+# - **A claim is a cell.** What the text states, a cell measures or asserts. Do not believe it: change the cell and see.
+# - **Exercises** lie beside the lessons, in the folder `exercises`. `check("…")` scores your answer and names the first property that it lacks. `hint("…", level=1)` helps, in three levels. Try that now.
+#
+# This is a first answer to a question that every lesson meets: the **global batch** is the number of samples in one step, over all ranks. How many does each rank take?
+
+
+# %%
+def local_batches(global_batch, world_size):
+    """How many samples each rank takes: a list with one number a rank."""
+    return [global_batch // world_size] * world_size
+
+
+check("00-practice")
+
+# %% [markdown]
+# `check` says which property is missing. Ask for a hint.
+
+# %%
+hint("00-practice", level=1)
+
+# %% [markdown]
+# **Your turn.** Mend `local_batches` in the cell above and run it again until it has all its points. If you are stuck, ask for `level=2`, then `level=3`.
+#
+# ## What this machine cannot show
+#
+# Pinned cores compute, wait and send real messages, so speed-ups, stragglers and hangs in this course are measured, not simulated. They have no CUDA kernels, no NVLink between them and no GPU memory of their own. Each lesson says what that leaves out, and shows figures from real GPUs where we have measured some. So far there are none: **not measured**.
+#
+# ## The map
+#
+# | | lesson | you will |
+# |---|---|---|
+# | 01 | [Device placement](01_device_placement.ipynb) | say where an operation runs, and prove it |
+# | 02 | [Two devices, one sum](02_two_devices_one_sum.ipynb) | measure what a second device is worth, and when it costs |
+#
+# Then come PyTorch (03 to 09: DataParallel, DDP, pipelines, sharding), TensorFlow (10 to 13: its strategies) and memory (14 to 17: out of memory, batch size, precision). Lessons appear in this table as they are written.
+#
+# ## Recap
+#
+# A device is a process with a core or a GPU to itself. Ranks run the same function and meet in collectives such as the all-reduce. When a rank fails, read the error of the one that failed first.
+#
+# 1. Rank 0 brings `[1, 1]` to an all-reduce over three ranks, rank 1 `[2, 2]`, rank 2 `[3, 3]`. What does rank 2 hold afterwards?
+# 2. Your machine has one GPU, and a lesson needs two ranks. What does the course call a device there?
+# 3. A cell with two ranks has been silent for a minute. What are two things that could have happened?
+#
+# <details><summary>Answers</summary>
+#
+# 1. `[6, 6]`, like every other rank.
+# 2. A pinned CPU core: the tier is `gpu1`, and two ranks need two devices.
+# 3. A rank waits for a message that nobody will send (a hang), or a rank computes for long. The deadline of `launch` tells them apart: it ends the launch and prints where each rank was.
+#
+# </details>
+#
+# Go on with [lesson 01, Device placement](01_device_placement.ipynb).

@@ -1,0 +1,495 @@
+# ---
+# jupyter:
+#   course:
+#     rows: [D1, D2, D3, D4, M1]
+#     minutes: {read: 15, do: 15}
+#     devices: 2
+#     path: core
+#     extra: tensorflow,torch
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Device placement: where did that operation run?
+#
+# After this lesson you can list the devices that TensorFlow and PyTorch see, say on which of them an operation ran, prove it, and decide it yourself.
+#
+# | | |
+# |---|---|
+# | **Time** | 15 minutes to read, 15 to do |
+# | **You should know** | what a matrix product is; [lesson 00](00_start_here.ipynb) |
+# | **You will** | list devices · read `.device` and a placement log · pin operations · meet the errors for a device that is missing or wrong · run one program on two pinned processes |
+# | **Runs on** | no GPU, or one: two logical CPU devices and two pinned cores · two GPUs or more: the same, and PyTorch's ranks on the GPUs (TensorFlow needs its GPU environment for that, see the README) |
+# | **Last verified** | Python 3.11, TensorFlow 2.21.0, PyTorch 2.13.0 |
+
+# %%
+import ctypes
+import json
+import os
+import re
+import sys
+import tempfile
+from contextlib import contextmanager
+
+# TensorFlow's start-up notices would hide the lines that this lesson looks for.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import tensorflow as tf
+import torch
+import torch.distributed as dist
+
+from course_utils.devices import census, slots
+from course_utils.launch import launch
+from course_utils.timing import compare
+
+# %%
+print(census())
+devices = slots(2, framework="tensorflow")
+assert len(devices) == 2, "this lesson runs on two devices"
+
+# %% [markdown]
+# ## What are the devices called?
+#
+# TensorFlow names a device by its type and its number: `/CPU:0`, `/GPU:0`, `/GPU:1`. In 2016 people wrote `/cpu:0` and `/gpu:0`; both spellings work.
+#
+# A **physical device** is what the machine has. A **logical device** is what your program sees. One physical device can be split into several logical ones, but only before TensorFlow first uses it. All the cores of the machine together count as *one* physical CPU.
+#
+# **Predict.** The next cell splits the CPU in two. How many physical CPUs are listed afterwards, and how many logical ones?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def split_the_cpu():
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    if not tf.config.get_logical_device_configuration(cpu):  # splitting twice is an error
+        two = [tf.config.LogicalDeviceConfiguration(), tf.config.LogicalDeviceConfiguration()]
+        tf.config.set_logical_device_configuration(cpu, two)
+
+
+split_the_cpu()
+print("physical:", [device.name for device in tf.config.list_physical_devices("CPU")])
+print("logical: ", [device.name for device in tf.config.list_logical_devices("CPU")])
+
+# %% [markdown]
+# One physical CPU, two logical ones. On a GPU the same call takes a `memory_limit` in MiB, and so makes two small GPUs out of a large one. A GPU has another setting that everybody needs sooner or later: **memory growth**. Without it TensorFlow takes nearly all of a GPU's memory when it starts ([TensorFlow's GPU guide](https://www.tensorflow.org/guide/gpu#limiting_gpu_memory_growth) says so). With it, memory is taken when it is needed. Both must be set before the devices are used. A CPU has neither: its memory belongs to the system.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for gpu in tf.config.list_physical_devices("GPU"):
+    try:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError as error:  # the devices are in use already: restart, set it first
+        print(gpu.name, "-", error)
+
+limited = tf.config.LogicalDeviceConfiguration(memory_limit=1024)
+try:
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [limited])
+except (ValueError, RuntimeError) as error:
+    print(f"{type(error).__name__}: {error}")
+else:
+    raise AssertionError("a memory limit on a CPU device was accepted")
+
+# %% [markdown]
+# Old posts list devices with `device_lib` instead. It still works. It also shows a trap: it starts devices *of its own*, on every GPU, and so knows nothing of the two logical ones that you made.
+
+# %%
+from tensorflow.python.client import device_lib
+
+for found in device_lib.list_local_devices():
+    limit = f"{found.memory_limit / 2**20:.0f} MiB"
+    print(f"{found.name}  type {found.device_type}  limit {limit}  incarnation {found.incarnation}")
+
+print("logical devices of this program:", len(tf.config.list_logical_devices("CPU")))
+
+# %% [markdown]
+# The `incarnation` is a random number that tells one start of a device from the next. The limit shown for a CPU is a constant of TensorFlow, not your memory; `census` above shows that. `device_lib` lives under `tensorflow.python`, which is private: new code uses `tf.config`.
+#
+# ## Which device did it?
+#
+# Start on six and six numbers, so that you can follow by hand. Every tensor knows where it lives: `.device`.
+#
+# **Predict.** Nothing in this cell says where to run. What will `.device` end in?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+a = tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+b = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+c = tf.matmul(a, b)
+print(c.numpy())
+print("on a device numbered 0:", c.device.endswith(":0"))
+
+# %%
+print(c.device)
+assert c.device.endswith("GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0")
+
+# %% [markdown]
+# Read the name from its end: device `CPU:0`, of task 0, of the job `localhost`. With one machine you can ignore job and task; below there will be two tasks. When you say nothing, TensorFlow takes a GPU if there is one, and of several devices the one with the lowest number.
+#
+# ## The placement log
+#
+# `.device` tells where a result lies. The **placement log** tells where *every* operation ran, also those inside a compiled function, which you cannot ask. It is written by TensorFlow's C++ code, straight to the process's output and around Python's `print`. In a notebook such lines come late, out of order, or [not at all](https://github.com/tensorflow/tensorflow/issues/24686). So catch them where they pass: at the file descriptors 1 and 2.
+
+
+# %%
+@contextmanager
+def native_output():
+    """Collect what C++ code prints in this block: a list of lines, filled when it ends."""
+    lines = []
+    flush = ctypes.CDLL(None).fflush if os.name != "nt" else ctypes.cdll.msvcrt.fflush
+    sys.stdout.flush(), sys.stderr.flush(), flush(None)
+    saved = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 1), os.dup2(caught.fileno(), 2)
+        try:
+            yield lines
+        finally:  # put the descriptors back even when the block fails
+            flush(None)
+            os.dup2(saved[0], 1), os.dup2(saved[1], 2)
+            os.close(saved[0]), os.close(saved[1])
+            caught.seek(0)
+            lines += caught.read().decode(errors="replace").splitlines()
+
+
+# %% [markdown]
+# The log has to be on before TensorFlow starts its devices, and then it stays on until the process ends. So give it a process of its own: `launch` runs a function in one, and returns what it returns.
+
+
+# %%
+@tf.function
+def pinned_product(a, b):
+    with tf.device("/CPU:1"):
+        return tf.matmul(a, b)
+
+
+def placement_log(switched_on):
+    with native_output() as log:
+        split_the_cpu()
+        if switched_on == "before the first operation":
+            tf.debugging.set_log_device_placement(True)
+        ones = tf.ones([2, 2])  # the first operation starts the devices
+        tf.debugging.set_log_device_placement(True)
+        pinned_product(ones, ones)
+    return log
+
+
+(log,) = launch(placement_log, 1, "before the first operation", framework="tensorflow")
+print(*log, sep="\n")
+assert any(re.search(r"MatMul: \(MatMul\): .*CPU:1$", line) for line in log)
+
+# %% [markdown]
+# Find the line with `MatMul: (MatMul)`: the name of the operation, its kind, and the device. The `_Arg` and `_Retval` lines around it are what goes into a function and comes out: TensorFlow moved those there and back. One task of this lesson's exercise is to turn such a log into a table.
+#
+# **Predict.** How many lines does the log have when it is switched on *after* the first operation?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+(late,) = launch(placement_log, 1, "after it", framework="tensorflow")
+print("on before the first operation: the log has lines:", len(log) > 0)
+print("on after it:                   the log has lines:", len(late) > 0)
+assert log and not late
+
+# %% [markdown]
+# Too late is silent: no error, and no log. In your own programs switch it on right after the import.
+#
+# ## Pin it
+#
+# `with tf.device(...)` pins whatever is created in its block. The last cell did that inside a function.
+#
+# **Predict.** Here `x` is made on device 0 and used on device 1. Is that an error? Where does the product end up, and where is `x` afterwards?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+with tf.device("/CPU:0"):
+    x = tf.ones([2, 2])
+with tf.device("/CPU:1"):
+    y = tf.matmul(x, x)
+
+for name, tensor in {"x": x, "y": y}.items():
+    print(name, "is on", tensor.device.split("device:")[1])
+
+# %% [markdown]
+# No error: TensorFlow copied `x` to device 1 for the product, and left the original where it was. PyTorch will not do that, as you will see.
+#
+# ## Break it: a device that does not exist
+#
+# **Soft placement** lets TensorFlow choose another device when yours is missing. It is on at the start.
+#
+# **Predict.** No machine has a `/GPU:42`. Which of these two runs fails, and where does the other one run?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def on_device_42():
+    with tf.device("/GPU:42"):
+        return tf.matmul(x, x).device
+
+
+tf.config.set_soft_device_placement(True)
+where = on_device_42()
+print("soft placement on:  ran on another device:", "42" not in where)
+assert "42" not in where
+
+tf.config.set_soft_device_placement(False)
+try:
+    on_device_42()
+except tf.errors.InvalidArgumentError as error:
+    print("soft placement off:", str(error).split(".")[0])
+else:
+    raise AssertionError("a device that does not exist was accepted")
+tf.config.set_soft_device_placement(True)
+
+# %% [markdown]
+# With soft placement on, a typing error in a device name costs you a device, and nothing tells you. That is how a program runs on one GPU of four for a week. While you develop, switch it off, and read the error: it ends with the devices that there are.
+#
+# ## Then → now: the program of 2016
+#
+# In 2016 a TensorFlow program first built a graph and then ran it in a session. This is such a program, in the words of its time, written for this course; `tf.compat.v1` still runs it. It multiplies the same matrices on two devices and adds the products up on the CPU. The session is told to make two CPU devices, because in 2016 sessions were where devices were configured.
+#
+# **Predict.** One product is `[[22, 28], [49, 64]]`. What is the sum of two?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+v1 = tf.compat.v1
+
+
+def program_of_2016():
+    with tf.Graph().as_default():
+        products = []
+        for name in ["/cpu:0", "/cpu:1"]:
+            with tf.device(name):
+                left = v1.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+                right = v1.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+                products.append(v1.matmul(left, right))
+        with tf.device("/cpu:0"):
+            total = v1.add_n(products)
+        config = v1.ConfigProto(log_device_placement=True, device_count={"CPU": 2})
+        with v1.Session(config=config) as session:
+            return session.run([products[0], total])
+
+
+with native_output() as log:
+    one_product, total_2016 = program_of_2016()
+print(*sorted({line for line in log if re.match(r"(MatMul|AddN)", line)}), sep="\n")
+print(one_product.tolist(), "is one product")
+print(total_2016.tolist(), "is the sum of two")
+
+# %% [markdown]
+# Two products on two devices, and `AddN` on the first. The same today, with neither graph nor session:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+products = []
+for name in ["/CPU:0", "/CPU:1"]:
+    with tf.device(name):
+        products.append(tf.matmul(a, b))
+with tf.device("/CPU:0"):
+    total_today = tf.add_n(products)
+
+print("products on", [product.device[-5:] for product in products])
+print(total_today.numpy().tolist())
+assert np.array_equal(total_today, total_2016)
+assert np.array_equal(total_today, 2 * tf.matmul(a, b)), "two devices must equal one"
+
+# %% [markdown]
+# Equal to the last bit: each product was the same arithmetic in the same order, only elsewhere. When a *sum* is split over devices its order changes, and then a tolerance is needed; later lessons meet that.
+#
+# ## Two names, or two devices?
+#
+# A logical device is a name. Does it also bring computing power? Measure: two large products, once both on device 0, once on one device each.
+#
+# **Predict.** How many times faster is the second?
+
+# %%
+big = tf.random.stateless_uniform([768, 768], seed=[1, 2])
+
+
+def two_products(first, second):
+    @tf.function
+    def run():
+        with tf.device(first):
+            left = tf.matmul(big, big)
+        with tf.device(second):
+            right = tf.matmul(big, big)
+        return left, right
+
+    return lambda: run()[1].numpy()
+
+
+result = compare(
+    {
+        "both on CPU:0": two_products("/CPU:0", "/CPU:0"),
+        "CPU:0 and CPU:1": two_products("/CPU:0", "/CPU:1"),
+    },
+    repeat=9,
+)
+print(result)
+
+# %% [markdown]
+# The last column is near 1: the two logical devices share the threads of one process. They are right for learning where things go, and wrong for timing. For power you need a device of its own, and on a CPU that is a process with a core of its own.
+#
+# ## Two processes, one program: gRPC
+#
+# TensorFlow can reach devices in other processes, on this machine or on another. Each process runs a **server**, and the servers know each other's addresses from the environment variable `TF_CONFIG`; together they are a **cluster**. A client then sees all their devices under full names: `/job:worker/task:1/device:CPU:0`.
+#
+# `launch` starts one process on each device and writes `TF_CONFIG`. The function below starts the server. Worker 0 is also the client: it places one product on each task, and the sum on task 0.
+
+
+# %%
+def grpc_sum():
+    config = json.loads(os.environ["TF_CONFIG"])
+    cluster, task = tf.train.ClusterSpec(config["cluster"]), config["task"]
+    server = tf.distribute.Server(cluster, job_name=task["type"], task_index=task["index"])
+    if task["index"] > 0:
+        return os.getpid(), None, None  # its server works on until every worker has returned
+
+    tf.config.experimental_connect_to_cluster(cluster, job_name="client")
+    a = tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    b = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    products = []
+    for index in range(2):
+        with tf.device(f"/job:worker/task:{index}"):
+            products.append(tf.matmul(a, b))
+    with tf.device("/job:worker/task:0"):
+        total = tf.add_n(products)
+    return os.getpid(), [product.device for product in products], total.numpy().tolist()
+
+
+workers = launch(grpc_sum, framework="tensorflow", roles={"worker": 2})
+for slot, (process, _, _) in zip(devices, workers, strict=True):
+    print(f"worker {slot.rank}: process {process} on {slot.name}")
+assert workers[0][0] != workers[1][0]
+
+# %%
+# NBVAL_CHECK_OUTPUT
+_, placed, total_grpc = workers[0]
+print(*placed, sep="\n")
+print(total_grpc)
+assert np.array_equal(total_grpc, total_today), "two processes must equal one device"
+
+# %% [markdown]
+# Two tasks, two processes, two cores, and the same four numbers. On two machines only the addresses in `TF_CONFIG` would differ. Lesson 02 gives these two workers enough to do to see whether the second one pays.
+#
+# ## The same in PyTorch
+#
+# PyTorch names devices `cpu`, `cuda:0`, `cuda:1`. It has no soft placement and copies nothing unasked: you move a tensor with `.to(device)`, and an operation needs all its inputs in one place.
+#
+# One device exists on every machine beside the CPU: `meta`. Its tensors have a shape and a type, but no numbers. Here it stands in for the GPU that you may not have.
+#
+# **Predict.** Which line of this cell is the first to fail?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+on_cpu = torch.ones(2, 2)
+elsewhere = on_cpu.to("meta")
+print("moved to:", elsewhere.device, "| the original is still on:", on_cpu.device)
+
+with torch.device("meta"):  # what is created in this block goes there by default
+    print("created on:", torch.ones(3).device)
+
+try:
+    on_cpu + elsewhere
+except RuntimeError as error:
+    print("RuntimeError:", error)
+else:
+    raise AssertionError("tensors on two devices were added")
+
+# %% [markdown]
+# With a GPU the message reads `Expected all tensors to be on the same device, but found at least two devices`. The cause is nearly always a model that was moved and a batch that was not, or the other way round. Print the `.device` of both, and move the batch.
+#
+# Asking for a device that is missing fails at once, too:
+
+# %%
+missing = f"cuda:{torch.cuda.device_count() + 5}"
+try:
+    torch.ones(1, device=missing)
+except (AssertionError, RuntimeError) as error:
+    print(f"{missing}: {type(error).__name__}: {str(error).splitlines()[0]}")
+else:
+    raise AssertionError(f"{missing} does not exist, but was accepted")
+
+# %% [markdown]
+# The sum of two products on two PyTorch devices: one rank on each, and an all-reduce adds up.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def torch_sum():
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    a = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], device=device)
+    b = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], device=device)
+    product = a @ b
+    dist.all_reduce(product)
+    return product.tolist()
+
+
+totals = launch(torch_sum, 2)
+print(totals[0])
+assert totals[0] == totals[1] == total_today.numpy().tolist()
+print("PyTorch on two ranks equals TensorFlow on two devices:", totals[0] == total_grpc)
+
+# %% [markdown]
+# ## Then → now: what the old posts trip over
+#
+# Each line was printed in a post or a book, and is an error today. The cell runs every one of them.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+slips = {
+    "device_lib.list_local_device()": lambda: device_lib.list_local_device(),
+    "gpus[0] without a GPU": lambda: [][0],
+    "np.random.rand(1e4, 1e4)": lambda: np.random.rand(1e4, 1e4),
+    "tf.Session()": lambda: tf.Session(),
+    "tf.ConfigProto(...)": lambda: tf.ConfigProto(log_device_placement=True),
+    "tf.placeholder(...)": lambda: tf.placeholder(tf.float32),
+}
+for line, run in slips.items():
+    try:
+        run()
+    except (AttributeError, IndexError, TypeError) as error:
+        print(f"{line:31} {type(error).__name__}: {error}")
+    else:
+        raise AssertionError(f"{line} works again: mend the table below")
+
+# %% [markdown]
+# | then | now | why |
+# |---|---|---|
+# | `device_lib.list_local_device()` | `tf.config.list_physical_devices()` | the name was a slip even then: it ends in *devices* |
+# | `gpus[0]` in the branch for machines with no GPU | ask `if gpus:` first | an empty list has no first element |
+# | `np.random.rand(1e4, 1e4)` | `np.random.rand(10_000, 10_000)` | NumPy takes only integers as sizes |
+# | `tf.Session()`, `tf.placeholder()` | call functions directly; `tf.function` compiles them | TensorFlow 2.0 (2019) runs operations at once |
+# | `ConfigProto(log_device_placement=True)` | `tf.debugging.set_log_device_placement(True)` | there is no session left to configure |
+# | `/gpu:2` fails late, in the session | `tf.config.set_soft_device_placement(False)` | decide whether a missing device is an error |
+#
+# ## What this machine cannot show
+#
+# Without a GPU you saw neither TensorFlow's choice of a GPU by default, nor memory growth at work, nor the two-GPU wording of PyTorch's error. The 2016 chapter showed its log on a Tesla K40c; what it printed about *placement* you have reproduced to the last number, on two CPU devices. Results on real GPUs: not measured yet.
+#
+# ## Exercise
+#
+# [Exercise 01](../exercises/01_device_placement.ipynb): place jobs round-robin, sum products across devices, and turn a placement log into a table. About 20 minutes.
+#
+# ## Recap
+#
+# Every result says where it is, with `.device`; a placement log says where every operation ran. `with tf.device(...)` or `.to(...)` decide it; TensorFlow copies between devices on its own, PyTorch does not. Logical devices are names: power comes from a device of its own, such as a process on a core.
+#
+# 1. A colleague pins a layer to `/GPU:3` on a machine with two GPUs. The program runs. Where?
+# 2. Why does `tf.config.set_logical_device_configuration` belong at the top of a program?
+# 3. You see `MatMul: (MatMul): /job:worker/replica:0/task:1/device:CPU:0`. Which process multiplied?
+#
+# <details><summary>Answers</summary>
+#
+# 1. On a device of TensorFlow's choice, because soft placement is on unless it is switched off. Only the log, or `.device`, tells.
+# 2. Devices cannot be split once they are in use: the first operation fixes them.
+# 3. The one that runs the server of task 1 in the job `worker`, on its device `CPU:0`.
+#
+# </details>
+#
+# Go on with [lesson 02, Two devices, one sum](02_two_devices_one_sum.ipynb).

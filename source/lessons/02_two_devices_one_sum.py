@@ -1,0 +1,542 @@
+# ---
+# jupyter:
+#   course:
+#     rows: [D5, M4, M7]
+#     minutes: {read: 20, do: 20}
+#     devices: 2
+#     path: core
+#     extra: tensorflow,torch
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Two devices, one sum: what is the second one worth?
+#
+# After this lesson you can measure what a second device gains on your machine, find the size below which it costs more than it gives, and say where the missing part went.
+#
+# | | |
+# |---|---|
+# | **Time** | 20 minutes to read, 20 to do |
+# | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); `.device` and clusters ([lesson 01](01_device_placement.ipynb)) |
+# | **You will** | measure a speed-up that can be believed · find the crossover · see both devices at work, and one idle · make four measuring mistakes and see what each does to the number · account for the part that is missing |
+# | **Runs on** | no GPU, or one: two pinned cores · two GPUs or more: the GPUs in PyTorch, pinned cores in TensorFlow |
+# | **Last verified** | Python 3.11, PyTorch 2.13.0, TensorFlow 2.21.0 |
+
+# %%
+import json
+import os
+import time
+
+# TensorFlow's notices of its own housekeeping would hide what the lesson prints.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm.auto import tqdm
+
+from course_utils import plots
+from course_utils.devices import census, slots, watch
+from course_utils.launch import LaunchTimeout, launch
+from course_utils.timing import compare, speedup_table
+
+plots.use_style()
+
+# %%
+print(census())
+devices = slots(2)
+assert len(devices) == 2, "this lesson runs on two devices"
+
+# %% [markdown]
+# ## A question from 2016
+#
+# A book of 2016 shows how to use two GPUs: compute $A^{10} + B^{10}$ for two large random matrices, first on one GPU, then with $A$ on one and $B$ on the other. It prints both times, but the page does not show them. A reader asked below it: what is the output of the timing? How much faster does it get? That is the most important part, and it is missing. Nobody answered. You will.
+#
+# ## From scratch, on four numbers
+#
+# Ten factors take nine products, one after the other. They also take four, because squares can be squared: $A^2$, $A^4$, $A^8$, and then $A^8 A^2$. This works for the tenth power; the exercise asks you for any.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def tenth_power(m):
+    """The tenth power of a square matrix in four products, for NumPy, torch and TensorFlow."""
+    square = m @ m
+    fourth = square @ square
+    return (fourth @ fourth) @ square
+
+
+A = np.array([[1, 1], [1, 0]])
+B = np.array([[1, 2], [0, 1]])
+print(tenth_power(A) + tenth_power(B))
+assert np.array_equal(tenth_power(A), np.linalg.matrix_power(A, 10))
+
+# %% [markdown]
+# Two powers that know nothing of each other: one for each device. Only the sum brings them together, so one of them has to travel.
+#
+# ## One device and two, in PyTorch
+#
+# Both ways run in the same two processes, in turns, so that they meet the same machine in the same mood. In the first way rank 0 computes both powers, and rank 1 waits. In the second each rank computes one, and rank 1 sends its own to rank 0, which adds.
+#
+# `compare` warms up, runs the two ways in turns, and keeps the median: you will write such a timer in the exercise. Every round starts with a **barrier**, where each rank waits until all have come.
+
+
+# %%
+def my_device():
+    """The GPU of this rank if it was given one, otherwise the core that it is pinned to."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def make_matrices(size):
+    generator = torch.Generator().manual_seed(size)
+    a, b = torch.rand(2, size, size, generator=generator)
+    return a.to(my_device()), b.to(my_device())
+
+
+def on_one(rank, a, b):
+    dist.barrier()
+    if rank == 0:
+        return tenth_power(a) + tenth_power(b)
+
+
+def on_two(rank, a, b):
+    dist.barrier()
+    power = tenth_power(a if rank == 0 else b)
+    if rank == 1:
+        dist.send(power, dst=0)
+    else:
+        other = torch.empty_like(power)
+        dist.recv(other, src=1)
+        return power + other
+
+
+# %% [markdown]
+# First the result, then the speed: a fast wrong answer is worth nothing.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def difference(size):
+    rank, (a, b) = dist.get_rank(), make_matrices(size)
+    one, two = on_one(rank, a, b), on_two(rank, a, b)
+    return ((one - two).abs().max() / one.abs().max()).item() if rank == 0 else None
+
+
+largest, _ = launch(difference, 2, 512)
+print("largest relative difference below 1e-6:", largest < 1e-6)
+assert largest < 1e-6
+
+# %% [markdown]
+# On equal devices the difference is exactly 0: the same products in the same order, only elsewhere. The tolerance is for two GPUs of different kinds, which may order the additions inside a product differently.
+#
+# **Predict.** Four sizes of matrix: 64, 256, 1024 and 2048 rows. For each write down how many times faster two devices are. Is there a size where they are *slower*?
+
+# %%
+SIZES = [64, 128, 256, 512, 1024, 2048]
+ROUNDS = {64: 21, 128: 21, 256: 21, 512: 11, 1024: 7, 2048: 3}
+
+
+def race(size, rounds):
+    rank, (a, b) = dist.get_rank(), make_matrices(size)
+    return compare(
+        {"one": lambda: on_one(rank, a, b), "two": lambda: on_two(rank, a, b)}, repeat=rounds
+    )
+
+
+in_torch = {}
+for size in tqdm(SIZES, desc="PyTorch"):
+    in_torch[size], _ = launch(race, 2, size, ROUNDS[size])  # rank 0 has the result
+
+print(speedup_table((f"{n} × {n}", in_torch[n]["one"], in_torch[n]["two"], 2) for n in SIZES))
+
+# %% [markdown]
+# **Speed-up** is the time on one device over the time on two. **Efficiency** is the speed-up divided by the number of devices: how much of what you pay for you get. Look down the last two columns. Small matrices are slower on two devices, and large ones approach 2×.
+#
+# ## The same in TensorFlow, over gRPC
+#
+# The book used TensorFlow, so it gets its answer there too: two servers on pinned cores, as in lesson 01. The matrices are made where they are needed, before the clock starts. The result is summed up to one number on the device, so that reading it costs no transfer of its own.
+
+
+# %%
+def race_in_tensorflow(size, rounds):
+    import tensorflow as tf
+
+    config = json.loads(os.environ["TF_CONFIG"])
+    cluster, index = tf.train.ClusterSpec(config["cluster"]), config["task"]["index"]
+    one_thread = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=1, inter_op_parallelism_threads=4
+    )
+    tf.distribute.Server(cluster, "worker", index, config=one_thread)
+    if index > 0:
+        return None  # its server works on until both have returned
+    tf.config.experimental_connect_to_cluster(cluster, job_name="client")
+    first, second = "/job:worker/task:0", "/job:worker/task:1"
+
+    def matrix(device, seed):
+        with tf.device(device):
+            return tf.random.stateless_uniform([size, size], seed=[size, seed])
+
+    def both_powers(device_of_b):
+        a, b = matrix(first, 1), matrix(device_of_b, 2)
+
+        @tf.function
+        def run(a, b):
+            with tf.device(first):
+                power_a = tenth_power(a)
+            with tf.device(device_of_b):
+                power_b = tenth_power(b)
+            with tf.device(first):
+                return tf.reduce_sum(power_a + power_b)
+
+        return lambda: run(a, b).numpy()
+
+    one, two = both_powers(first), both_powers(second)
+    assert np.isclose(one(), two(), rtol=1e-6), "two devices must give the sum of one"
+    return compare({"one": one, "two": two}, repeat=rounds)
+
+
+in_tensorflow = {}
+for size in tqdm(SIZES, desc="TensorFlow"):
+    in_tensorflow[size], _ = launch(
+        race_in_tensorflow, None, size, ROUNDS[size],
+        framework="tensorflow", roles={"worker": 2},
+    )  # fmt: skip
+
+print(
+    speedup_table(
+        (f"{n} × {n}", in_tensorflow[n]["one"], in_tensorflow[n]["two"], 2) for n in SIZES
+    )
+)
+
+# %% [markdown]
+# ## The answer: the crossover
+
+
+# %%
+def speedups(results):
+    return [results[n].ratio("one", "two") for n in SIZES]
+
+
+def crossover(results):
+    """The size from which on two devices are always faster."""
+    slower = [n for n, gain in zip(SIZES, speedups(results), strict=True) if gain.median <= 1]
+    later = [n for n in SIZES if not slower or n > max(slower)]
+    return f"from {later[0]} rows" if later else "at no size here"
+
+
+fig, ax = plt.subplots()
+for label, results in {"PyTorch": in_torch, "TensorFlow": in_tensorflow}.items():
+    gains = speedups(results)
+    middle = [gain.median for gain in gains]
+    below = [gain.median - gain.low for gain in gains]
+    above = [gain.high - gain.median for gain in gains]
+    ax.errorbar(SIZES, middle, yerr=[below, above], label=label, capsize=3)
+ax.axhline(1, color="black", linestyle=":", marker="")
+ax.axhline(2, color="black", linestyle=":", marker="")
+ax.text(SIZES[0], 1.03, "one device is as fast", fontsize=9)
+ax.text(SIZES[0], 2.03, "perfect", fontsize=9)
+ax.set_xscale("log", base=2)
+ax.set_xticks(SIZES, SIZES)
+ax.set(xlabel="rows of the matrices", ylabel="speed-up on two devices (×)", ylim=(0, 2.2))
+ax.set_title(f"The second device pays {crossover(in_torch)} (PyTorch)")
+ax.legend(loc="lower right")
+plots.show(
+    fig,
+    name="speed-up-against-size",
+    alt="Speed-up on two devices against the number of rows, for PyTorch and TensorFlow. "
+    f"PyTorch gains {crossover(in_torch)}, TensorFlow {crossover(in_tensorflow)}; "
+    f"at 2048 rows they reach {speedups(in_torch)[-1].median:.2f} and "
+    f"{speedups(in_tensorflow)[-1].median:.2f} times.",
+)
+
+print("To the reader of 2016: how much faster it gets, on this machine, today.")
+for label, results in {"PyTorch": in_torch, "TensorFlow": in_tensorflow}.items():
+    print(f"{label:10}  pays {crossover(results)};  2048 rows: {speedups(results)[-1]}")
+
+# %% [markdown]
+# The markers are medians, the bars hold the middle half of the rounds. The **crossover** is the size where a curve passes 1. Left of it the second device costs more than it gives, because some costs do not shrink with the work: waking the other process, a message, the wait for the slower one. So the old advice, *with too little data use one device*, is true, and now it has a number. The number belongs to your machine; the shape is everybody's.
+#
+# ## Are both devices at work?
+#
+# On a GPU machine people run `nvidia-smi` before and during training, to see whether the second GPU does anything. `watch` makes that picture for cores and for GPUs: first nothing, then one device, then both.
+#
+# **Predict.** While rank 0 computes both powers, rank 1 waits at a barrier. Is its device busy or idle?
+
+
+# %%
+def work(way, seconds=1.5):
+    rank, (a, b) = dist.get_rank(), make_matrices(1024)
+    more = torch.ones(1, device=my_device())
+    deadline = time.monotonic() + seconds
+    while more:
+        way(rank, a, b)
+        more.fill_(time.monotonic() < deadline)
+        dist.broadcast(more, src=0)  # rank 0 decides for both, or one would wait for ever
+
+
+with watch() as seen:
+    time.sleep(0.5)
+    seen.mark("one device")
+    launch(work, 2, on_one)
+    seen.mark("two devices")
+    launch(work, 2, on_two)
+
+print(seen.table())
+plots.show(
+    seen.figure(),
+    name="devices-at-work",
+    alt="Utilisation of each device over time: first both rest, then only the first works, "
+    "then both work at once. " + seen.finding(),
+)
+
+# %% [markdown]
+# In the middle phase you pay for two devices and use one. Whenever a run on two devices is no faster than on one, this picture is the first thing to look at.
+#
+# ## Four mistakes in the old measurement
+#
+# The listing of 2016 makes four mistakes that people still make. Here is each of them alone, and what it does to the number.
+#
+# **1. It computes another power.** Its recursion stops one step too late: it multiplies $n + 1$ factors.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+products = 0
+
+
+def power_of_2016(m, n):
+    """In the manner of the old listing: stops at n = 0, but returns m there, not 1."""
+    global products
+    if n < 1:
+        return m
+    products += 1
+    return m @ power_of_2016(m, n - 1)
+
+
+old = power_of_2016(A, 10)
+print("equals the 10th power:", np.array_equal(old, np.linalg.matrix_power(A, 10)))
+print("equals the 11th power:", np.array_equal(old, np.linalg.matrix_power(A, 11)))
+print(f"products: {products}, where 9 would do one by one, and 4 with squares")
+
+# %% [markdown]
+# **2. Its clock also times the start of the session, and the feeding of the matrices.** In 2016 the data went in with each `session.run`. This cell runs one device both ways: the clock around everything, and the clock around the computation only.
+
+
+# %%
+def session_and_feeding(size):
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    data = np.random.default_rng(0).random((2, size, size), dtype=np.float32)
+
+    def everything():
+        with tf.Graph().as_default(), v1.Session() as session:
+            a, b = (v1.placeholder(tf.float32, [size, size]) for _ in range(2))
+            total = tf.reduce_sum(tenth_power(a) + tenth_power(b))
+            session.run(total, {a: data[0], b: data[1]})
+
+    with tf.Graph().as_default():
+        a, b = (v1.Variable(part, use_resource=True) for part in data)
+        total = tf.reduce_sum(tenth_power(a) + tenth_power(b))
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            return compare(
+                {"computation only": lambda: session.run(total), "as in 2016": everything}
+            )
+
+
+(clocks,) = launch(session_and_feeding, 1, 512, framework="tensorflow")
+print(clocks)
+
+# %% [markdown]
+# **3. It runs once.** The first run pays for waking up libraries and memory. Here is the same work, run seven times in a fresh process.
+
+
+# %%
+def seven_times(size):
+    a, b = make_matrices(size)
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        (tenth_power(a) + tenth_power(b))[0, 0].item()  # .item() waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+(seconds,) = launch(seven_times, 1, 256)
+print("run 1 to 7, ms:", [round(1000 * s, 2) for s in seconds])
+print(f"the first run takes {seconds[0] / np.median(seconds[1:]):.1f} times as long as the others")
+
+# %% [markdown]
+# **4. The single device goes first, and so pays for the start of both.** Here are the two ways, each run once without warm-up, in fresh processes: in the order of 2016, then swapped.
+
+
+# %%
+def once(size, one_first):
+    rank, (a, b) = dist.get_rank(), make_matrices(size)
+    seconds = {}
+    for way in [on_one, on_two] if one_first else [on_two, on_one]:
+        dist.barrier()
+        start = time.perf_counter()
+        total = way(rank, a, b)
+        if rank == 0:
+            total[0, 0].item()  # wait for a GPU
+        seconds[way.__name__] = time.perf_counter() - start
+    return seconds["on_one"] / seconds["on_two"]
+
+
+honest = in_torch[256].ratio("one", "two")
+for order, one_first in {"one device first": True, "two devices first": False}.items():
+    claims = [launch(once, 2, 256, one_first)[0] for _ in range(5)]
+    print(f"{order:18} claims a speed-up of {np.median(claims):.2f}× (median of 5 fresh starts)")
+print(f"{'honestly measured':18} {honest}")
+
+# %% [markdown]
+# The order alone decides what is "measured". Whatever runs first looks slow, so the same program can be made to prove either side. Warm up, take turns, repeat, and show the spread: that is all `compare` does.
+#
+# ## Where is the rest of the 2×?
+#
+# Take one round on two devices apart. Rank 0 computes its power, waits for the other one to arrive, and adds. Predict with a pencil: if the computing is halved and all else is extra, the speed-up is
+#
+# $$\frac{T_1}{\;\text{longer of the two powers} + \text{waiting and transfer} + \text{sum}\;}$$
+#
+# This is **Amdahl's law** with its overheads written out: what cannot be shared bounds what sharing can gain.
+
+
+# %%
+def parts(size, rounds):
+    """Medians in seconds, on each rank: one power, then waiting and transfer, then the sum."""
+    rank, (a, b) = dist.get_rank(), make_matrices(size)
+    mine, other = (a, b) if rank == 0 else (b, a)
+    laps = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        clock = [time.perf_counter()]
+        power = tenth_power(mine)
+        power[0, 0].item()  # the clock may only be read when the device is done
+        clock.append(time.perf_counter())
+        if rank == 1:
+            dist.send(power, dst=0)
+        else:
+            other = torch.empty_like(power)
+            dist.recv(other, src=1)
+            other[0, 0].item()
+        clock.append(time.perf_counter())
+        if rank == 0:
+            (power + other)[0, 0].item()
+        clock.append(time.perf_counter())
+        laps.append(np.diff(clock))
+    return np.median(laps[1:], axis=0)  # the first round warms up
+
+
+taken = {n: launch(parts, 2, n, ROUNDS[n]) for n in [128, 1024]}
+for n, (rank0, rank1) in taken.items():
+    power, arrival, total = 1000 * rank0
+    predicted = 1000 * in_torch[n]["one"].median / (power + arrival + total)
+    print(f"{n} rows: power {power:.2f} ms, wait and transfer {arrival:.2f} ms, sum {total:.2f} ms")
+    print(f"          rank 1 needs {1000 * rank1[0]:.2f} ms for its power")
+    measured = in_torch[n].ratio("one", "two").median
+    print(f"          predicted speed-up {predicted:.2f}×, measured {measured:.2f}×")
+
+# %%
+labels = ["one power", "waiting and transfer", "sum"]
+shares = {n: 100 * rank0 / rank0.sum() for n, (rank0, _) in taken.items()}
+
+fig, ax = plt.subplots(figsize=(7, 2.6))
+left = {n: 0.0 for n in taken}
+for label, colour, hatch, part in zip(labels, plots.COLOURS, ["", "//", ".."], range(3)):
+    for row, n in enumerate(taken):
+        ax.barh(
+            row, shares[n][part], left=left[n], color=colour, hatch=hatch, edgecolor="white",
+            label=label if row == 0 else None,
+        )  # fmt: skip
+        left[n] += shares[n][part]
+ax.set_yticks(range(len(taken)), [f"{n} rows" for n in taken])
+ax.grid(axis="y", visible=False)
+ax.set(xlabel="share of rank 0's time (%)", ylabel="matrices", xlim=(0, 100))
+ax.set_title(f"At 128 rows {shares[128][1]:.0f} % of the time is waiting and transfer")
+ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=3)
+plots.show(
+    fig,
+    name="where-the-rest-goes",
+    alt="Two bars with the shares of one power, waiting and transfer, and the sum in the time of "
+    f"rank 0. Waiting and transfer take {shares[128][1]:.0f} percent at 128 rows and "
+    f"{shares[1024][1]:.0f} percent at 1024 rows.",
+)
+
+# %% [markdown]
+# Computing grows with the cube of the size, transfer with its square. So the share of the transfer falls as matrices grow, and the curve climbs towards 2×. In training it is the same: more computing for each byte that is sent means better scaling. Larger micro-batches are one way to get there.
+#
+# ## Break it: the message that never comes
+#
+# The classic failure of sending by hand: somebody forgets a `send`, or sends only in some branch. Nothing is wrong on any one rank. Rank 0 waits, and a real job would sit there until somebody looks. Here the launch has a deadline of three seconds.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def forgot_to_send():
+    power = torch.ones(2, 2, device=my_device())
+    if dist.get_rank() == 0:
+        dist.recv(power, src=1)  # rank 1 never sends
+    else:
+        time.sleep(600)  # rank 1 is busy with something else
+
+
+try:
+    launch(forgot_to_send, 2, timeout=3)
+except LaunchTimeout as error:
+    stacks = str(error)
+    print("ended by the deadline: True")
+    print("the stacks name recv on rank 0:", "recv" in stacks)
+else:
+    raise AssertionError("a missing message went unnoticed")
+
+# %% [markdown]
+# This is what the deadline printed. Read it from the top: which rank waits, in which call, on which line.
+
+# %%
+print(stacks.replace(os.path.dirname(os.path.dirname(torch.__file__)), "…"))
+
+# %% [markdown]
+# The cure is always the same: every receive needs a send that runs on every path. Collectives such as all-reduce are easier to get right, because all ranks call the same line.
+#
+# ## What this machine cannot show
+#
+# GPUs multiply far faster than a core, while messages do not speed up as much. So on GPUs the crossover lies at larger matrices, and the link between them (PCIe or NVLink) decides where. Two cores also share one memory bus, two GPUs do not. The chapter's own size, 10 000 rows on two Tesla K40c, cannot be repeated here. Results on real GPUs: not measured yet.
+#
+# ## Then → now
+#
+# | then (2016) | now | what it does |
+# |---|---|---|
+# | a recursion with $n + 1$ factors | $n - 1$ products, or about $\log_2 n$ | 11 factors instead of 10 |
+# | clock around session and feeding | data first, then the clock | adds start-up and transfer of input |
+# | one run | warm-up, then the median of several | the first run is the slowest |
+# | single device first | take turns | the first pays for both |
+# | a time, no spread | median and spread | a reader can judge the difference |
+#
+# ## Exercise
+#
+# [Exercise 02](../exercises/02_two_devices_one_sum.ipynb): any power in few products, a timer that can be believed, and a table of speed-up and efficiency. About 30 minutes.
+#
+# ## Recap
+#
+# Two devices pay once the work is large against the cost of bringing it together. A speed-up without warm-up, turns and spread can say anything. Where two devices are not faster, look whether both are at work, then where the waiting is.
+#
+# 1. Two devices take 6 ms where one takes 9 ms. What are speed-up and efficiency?
+# 2. Your colleague measures "2.4× on two GPUs". What do you ask first?
+# 3. Matrices twice as large: by how much do computing and transfer grow?
+#
+# <details><summary>Answers</summary>
+#
+# 1. 1.5×, and 75 %.
+# 2. Which one ran first, and was there a warm-up? More than 2× from two devices is nearly always a measuring mistake.
+# 3. Computing 8 times, transfer 4 times: so the speed-up improves.
+#
+# </details>
