@@ -1,0 +1,463 @@
+"""Tasks of lesson 02: a power with few products, a timer that tells the truth, a table."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from typing import Any
+
+from ..task import Finding, Task, Wrong, close, describe, is_list, item, same_matrix
+
+# --- 02-matpow --------------------------------------------------------------------------
+
+
+def _power_inputs(seed: int) -> list:
+    rng = random.Random(seed)
+    exponents = [1, 2, 3, 8, rng.randint(20, 30), rng.randint(33, 62), 63]
+    return [{"m": [[rng.randint(-2, 2) for _ in "ab"] for _ in "ab"], "n": n} for n in exponents]
+
+
+def _power_run(student, inputs: list) -> list:
+    """Let the student multiply; write down which products were formed of which.
+
+    The steps are a claim that the judge can check by itself: they are replayed, not counted
+    on trust. 0 is m, k is the k-th product, -1 is something that no product gave.
+    """
+    answers = []
+    for case in inputs:
+        known = [case["m"]]
+        steps = []
+
+        def number(matrix, known=known):
+            return next((i for i, old in enumerate(known) if old is matrix), -1)
+
+        def product(a, b, known=known, steps=steps, number=number):
+            if len(steps) >= 10_000:
+                raise RuntimeError("more than 10 000 products for one power")
+            steps.append([number(a), number(b)])
+            columns = list(zip(*b, strict=True))
+            known.append(
+                [[sum(x * y for x, y in zip(row, c, strict=True)) for c in columns] for row in a]
+            )
+            return known[-1]
+
+        answer = student.matpow(case["m"], case["n"], product)
+        answers.append({"value": answer, "result": number(answer), "steps": steps})
+    return answers
+
+
+def _power_expected(inputs: list) -> list:
+    """One factor after the other, in whole numbers."""
+    answers = []
+    for case in inputs:
+        value = case["m"]
+        for _ in range(case["n"] - 1):
+            (a, b), (c, d) = value
+            (e, f), (g, h) = case["m"]
+            value = [[a * e + b * g, a * f + b * h], [c * e + d * g, c * f + d * h]]
+        answers.append(value)
+    return answers
+
+
+def _replay(answer: Any) -> int | None:
+    """The power of m that the steps really give, or None when they give none."""
+    powers, steps = [1], item(answer, "steps")
+    for step in steps if is_list(steps) else [None]:
+        left, right = item(step, 0), item(step, 1)
+        if not all(type(i) is int and 0 <= i < len(powers) for i in (left, right)):
+            return None
+        powers.append(powers[left] + powers[right])
+    result = item(answer, "result")
+    return powers[result] if type(result) is int and 0 <= result < len(powers) else None
+
+
+def _power_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
+    power = few = ""
+    for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
+        answer, n = item(got, number), case["n"]
+        formed = _replay(answer)
+        value = item(answer, "value")
+        if not is_list(value):
+            power = power or f"for n = {n}: a matrix was expected, not {describe(value)}"
+        elif formed is None:
+            power = power or f"for n = {n}: it was not formed by `product` from m alone"
+        elif formed != n:
+            which = "more" if formed > n else "fewer"
+            power = power or f"for n = {n}: the result has {which} than n factors"
+        elif not same_matrix(value, want):
+            power = power or f"for n = {n}: the result was changed after the last product"
+        # Binary powers need at most 2·log2(n); one last superfluous square is forgiven.
+        elif len(answer["steps"]) > 2 * n.bit_length():
+            few = few or f"{len(answer['steps'])} products for n = {n} are too many"
+    return [
+        Finding("the result has n factors m", 2, power),
+        Finding(
+            "the number of products grows like log n",
+            2,
+            "not looked at before the power is right" if power else few,
+        ),
+    ]
+
+
+MATPOW = Task(
+    id="02-matpow",
+    title="a matrix power with few products",
+    points=4,
+    functions=("matpow",),
+    inputs=_power_inputs,
+    run=_power_run,
+    expected=_power_expected,
+    judge=_power_judge,
+    hints=(
+        "m² · m² is m⁴: two products give four factors. Which powers do you get by squaring "
+        "alone, and which of them do you need for n = 6?",
+        "Write n in binary. Square m again and again; multiply those squares together whose "
+        "bit in n is 1. Without an identity matrix, let the result start as None.",
+        "While n is not 0: if n is odd, the result is the square, or `product(result, square)` "
+        "when there is a result already; halve n (`n //= 2`); if n is not yet 0, "
+        "`square = product(square, square)`.",
+    ),
+    wrong=(
+        Wrong(
+            "one factor too many",
+            """
+def matpow(m, n, product):
+    result = m
+    for _ in range(n):
+        result = product(result, m)
+    return result
+""",
+            0,
+        ),
+        Wrong(
+            "n - 1 products",
+            """
+def matpow(m, n, product):
+    result = m
+    for _ in range(n - 1):
+        result = product(result, m)
+    return result
+""",
+            2,
+        ),
+        Wrong(
+            "halves, but computes each half twice",
+            """
+def matpow(m, n, product):
+    if n == 1:
+        return m
+    return product(matpow(m, n // 2, product), matpow(m, n - n // 2, product))
+""",
+            2,
+        ),
+        Wrong(
+            "squares only: right for powers of two",
+            """
+def matpow(m, n, product):
+    while n > 1:
+        m = product(m, m)
+        n = n // 2
+    return m
+""",
+            0,
+        ),
+    ),
+)
+
+# --- 02-timer ---------------------------------------------------------------------------
+
+# Each case makes one mistake visible and hides the others. Times are in seconds of a
+# made-up clock; `host` is what a call costs before it returns (in turn, over and over),
+# `device` what it leaves running behind it, `first` the extra cost of the very first call.
+# `late` is the text of what went wrong when the student's figure is too large.
+
+
+def _timer_inputs(seed: int) -> list:
+    rng = random.Random(seed)
+
+    def time(low: float, high: float) -> float:
+        return round(rng.uniform(low, high), 4)
+
+    host = time(0.001, 0.002)
+    odd = [time(0.01, 0.02) for _ in range(4)] + [time(0.5, 0.9)]
+    even = [time(0.01, 0.02) for _ in range(3)] + [time(0.5, 0.9)]
+    rng.shuffle(odd)
+    rng.shuffle(even)
+    return [
+        {"about": "warm", "repeat": 1, "host": [time(0.01, 0.02)], "device": 0, "first": 1.0},
+        {"about": "stop", "repeat": 3, "host": [host], "device": time(0.1, 0.2), "first": 0},
+        {"about": "start", "repeat": 1, "host": [host], "device": time(0.1, 0.2), "first": 0},
+        {"about": "median", "repeat": 5, "host": odd, "device": 0, "first": 0},
+        {"about": "median", "repeat": 4, "host": even, "device": 0, "first": 0},
+    ]
+
+
+def _timer_run(student, inputs: list) -> list:
+    """Time a made-up device on a made-up clock: the same figures on every machine."""
+    answers = []
+    for case in inputs:
+        world = {"now": 100.0, "busy_until": 100.0, "calls": 0}
+
+        def fn(case=case, world=world):
+            if world["calls"] >= 1000:
+                raise RuntimeError("fn was called more than 1000 times for one figure")
+            world["now"] += case["host"][world["calls"] % len(case["host"])]
+            world["now"] += 0 if world["calls"] else case["first"]
+            world["busy_until"] = max(world["now"], world["busy_until"]) + case["device"]
+            world["calls"] += 1
+
+        def sync(world=world):
+            world["now"] = max(world["now"], world["busy_until"])
+
+        def clock(world=world):
+            return world["now"]
+
+        # Somebody's work is still running on the device when the measurement begins.
+        fn_before = case["device"]
+        world["busy_until"] += fn_before
+        answers.append(student.measure(fn, sync, case["repeat"], clock))
+    return answers
+
+
+def _timer_expected(inputs: list) -> list:
+    """One run costs its host time plus its device time; half of the runs cost no more."""
+    answers = []
+    for case in inputs:
+        costs = sorted(case["host"])
+        low, high = costs[(len(costs) - 1) // 2], costs[len(costs) // 2]
+        answers.append((low + high) / 2 + case["device"])
+    return answers
+
+
+_TIMER_TEXTS = {
+    "warm": "the first call is not counted",
+    "stop": "the clock stops only when the device is done",
+    "start": "the clock starts only when the device is idle",
+    "median": "the figure is the median of the runs",
+}
+
+
+def _timer_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
+    why = dict.fromkeys(_TIMER_TEXTS, "")
+    for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
+        answer = item(got, number)
+        if close(answer, want, relative=1e-6):
+            continue
+        problem = f"seconds were expected, not {describe(answer)}"
+        if type(answer) in (int, float):
+            size = "long" if answer > want else "short"
+            problem = f"with repeat = {case['repeat']} your figure is too {size}"
+        why[case["about"]] = why[case["about"]] or problem
+    return [Finding(text, 1, why[about]) for about, text in _TIMER_TEXTS.items()]
+
+
+TIMER = Task(
+    id="02-timer",
+    title="a timer that tells the truth",
+    points=4,
+    functions=("measure",),
+    inputs=_timer_inputs,
+    run=_timer_run,
+    expected=_timer_expected,
+    judge=_timer_judge,
+    hints=(
+        "`fn` may return before the device has finished. At which two moments must the device "
+        "be idle, so that the difference of two clock readings is one run and no more?",
+        "Call fn once and forget it. Then, `repeat` times: wait, read the clock, call, wait, "
+        "read the clock, and keep the difference. One number comes out of the list.",
+        "Each round is `sync(); start = clock(); fn(); sync(); runs.append(clock() - start)`, "
+        "after one `fn()` that is not timed; return `statistics.median(runs)`.",
+    ),
+    wrong=(
+        Wrong(
+            "the first call is counted",
+            """
+import statistics
+def measure(fn, sync, repeat, clock):
+    runs = []
+    for _ in range(repeat):
+        sync()
+        start = clock()
+        fn()
+        sync()
+        runs.append(clock() - start)
+    return statistics.median(runs)
+""",
+            3,
+        ),
+        Wrong(
+            "never waits for the device",
+            """
+import statistics
+def measure(fn, sync, repeat, clock):
+    fn()
+    runs = []
+    for _ in range(repeat):
+        start = clock()
+        fn()
+        runs.append(clock() - start)
+    return statistics.median(runs)
+""",
+            2,
+        ),
+        Wrong(
+            "waits at the stop, not at the start",
+            """
+import statistics
+def measure(fn, sync, repeat, clock):
+    fn()
+    runs = []
+    for _ in range(repeat):
+        start = clock()
+        fn()
+        sync()
+        runs.append(clock() - start)
+    return statistics.median(runs)
+""",
+            3,
+        ),
+        Wrong(
+            "the mean, not the median",
+            """
+def measure(fn, sync, repeat, clock):
+    fn()
+    runs = []
+    for _ in range(repeat):
+        sync()
+        start = clock()
+        fn()
+        sync()
+        runs.append(clock() - start)
+    return sum(runs) / len(runs)
+""",
+            3,
+        ),
+        Wrong(
+            "all of it at once: one block, divided by the number of runs",
+            """
+def measure(fn, sync, repeat, clock):
+    start = clock()
+    for _ in range(repeat):
+        fn()
+    return (clock() - start) / repeat
+""",
+            0,
+        ),
+    ),
+)
+
+# --- 02-speedup -------------------------------------------------------------------------
+
+
+def _table_inputs(seed: int) -> list:
+    rng = random.Random(seed)
+    tables = []
+    for devices in (1, 2, 4, 6):
+        one = rng.uniform(2, 9)
+        # Not a smooth curve: with more devices it may well get slower.
+        times = [one] + [one / n * rng.uniform(1.05, 2.5) for n in range(2, devices + 1)]
+        tables.append([round(time, 4) for time in times])
+    return tables
+
+
+def _table_run(student, inputs: list) -> list:
+    return [student.speedup_table(list(seconds)) for seconds in inputs]
+
+
+def _table_expected(inputs: list) -> list:
+    """Efficiency first: useful work (one device's time) over the time bought on n devices."""
+    answers = []
+    for seconds in inputs:
+        rows = []
+        for n, time in enumerate(seconds, start=1):
+            efficiency = Fraction(seconds[0]) / (n * Fraction(time))
+            rows.append([n, float(efficiency * n), float(efficiency)])
+        answers.append(rows)
+    return answers
+
+
+def _table_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
+    shape = speedup = efficiency = ""
+    for number, want in enumerate(expected):
+        words, table = f"for {len(want)} times, ", item(got, number)
+        if not is_list(table, len(want)):
+            shape = shape or f"{words}there must be one row for each time, not {describe(table)}"
+            continue
+        for row, (n, gain, share) in zip(table, want, strict=True):
+            if not is_list(row, 3) or type(row[0]) is not int or row[0] != n:
+                shape = (
+                    shape or f"{words}row {n} must have three entries, the first how many devices"
+                )
+                continue
+            if not close(row[1], gain):
+                size = "inverted" if close(row[1], 1 / gain) else "not what the times say"
+                speedup = speedup or f"{words}the speed-up in row {n} is {size}"
+            if not close(row[2], share):
+                size = "in percent" if close(row[2], 100 * share) else "not what the times say"
+                efficiency = efficiency or f"{words}the efficiency in row {n} is {size}"
+    skipped = "not looked at before the rows are right" if shape else ""
+    return [
+        Finding("there is one row for each number of devices", 1, shape),
+        Finding("the speed-ups are right", 1, skipped or speedup),
+        Finding("the efficiencies are right", 1, skipped or efficiency),
+    ]
+
+
+SPEEDUP = Task(
+    id="02-speedup",
+    title="speed-up and efficiency",
+    points=3,
+    functions=("speedup_table",),
+    inputs=_table_inputs,
+    run=_table_run,
+    expected=_table_expected,
+    judge=_table_judge,
+    hints=(
+        "Speed-up says how many times as fast; on one device it is 1. Efficiency says which "
+        "part of the n devices did useful work; for a perfect program it is 1 everywhere.",
+        "The time on one device is `seconds[0]`. Divide it by each time for the speed-up, and "
+        "that by the number of devices for the efficiency.",
+        "`for n, time in enumerate(seconds, start=1)`: append "
+        "`(n, seconds[0] / time, seconds[0] / time / n)`.",
+    ),
+    wrong=(
+        Wrong(
+            "the ratio upside down",
+            """
+def speedup_table(seconds):
+    return [(n, t / seconds[0], t / seconds[0] / n) for n, t in enumerate(seconds, 1)]
+""",
+            1,
+        ),
+        Wrong(
+            "efficiency in percent",
+            """
+def speedup_table(seconds):
+    return [(n, seconds[0] / t, 100 * seconds[0] / t / n) for n, t in enumerate(seconds, 1)]
+""",
+            2,
+        ),
+        Wrong(
+            "against the row before, not against one device",
+            """
+def speedup_table(seconds):
+    rows = []
+    for n, t in enumerate(seconds, 1):
+        gain = seconds[max(n - 2, 0)] / t
+        rows.append((n, gain, gain / n))
+    return rows
+""",
+            1,
+        ),
+        Wrong(
+            "devices counted from 0",
+            """
+def speedup_table(seconds):
+    return [(n, seconds[0] / t, seconds[0] / t / (n + 1)) for n, t in enumerate(seconds)]
+""",
+            0,
+        ),
+    ),
+)
+
+TASKS = (MATPOW, TIMER, SPEEDUP)
