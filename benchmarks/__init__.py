@@ -1,0 +1,1 @@
+"""What the course costs and gains, measured: `python -m benchmarks`, results in results/*.json."""

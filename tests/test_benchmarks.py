@@ -1,0 +1,100 @@
+"""The benchmarks' frame: what they record of the machine, and the page made from the results."""
+
+import getpass
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import common
+from benchmarks.__main__ import NAMES, PAGE, describe, page, section
+from course_utils.timing import Timing
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = sorted(common.RESULTS.glob("*.json"))
+
+
+def private_names():
+    names = {socket.gethostname(), str(ROOT), str(Path.home()), f"/home/{getpass.getuser()}"}
+    return {name for name in names if len(name) > 3 and name != "localhost"}
+
+
+def test_the_machine_is_described_without_private_names():
+    found = common.machine()
+    assert found["cores"] >= 1 and found["ram_gib"] > 0 and found["cpu"] and found["os"]
+    assert found["packages"]["numpy"]
+    text = json.dumps(found)
+    assert not [name for name in private_names() if name in text]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_results_name_no_place(path):
+    text = path.read_text("utf-8")
+    for name in ("/work", "/root", "/home", "/tmp", *private_names()):
+        assert name not in text, name
+
+
+def test_the_page_is_written_from_the_committed_results():
+    assert PAGE.read_text("utf-8") == page(), "run: python -m benchmarks --tables"
+
+
+def test_rows_and_targets_come_out_in_the_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    rows = [common.row("two ranks, warm", Timing((0.05, 0.06, 0.07)), size=2)]
+    targets = [common.target("a launch", "at most 0.15 s", "0.06 s", met=True)]
+    results = common.write("launch", "Launch of two ranks", 31.0, rows, targets)
+    assert json.loads((tmp_path / "launch.json").read_text("utf-8")) == results
+    text = section("launch", results)
+    assert "| two ranks, warm | 60 ms (55–65) |" in text
+    assert "| a launch | at most 0.15 s | 0.06 s | yes |" in text
+    assert "**Other programs used 31 % of the cores meanwhile.**" in text
+
+
+def test_a_result_without_timings_is_an_error_not_an_empty_table():
+    with pytest.raises(ValueError, match="census.json holds no timing"):
+        section("census", {"machine": {}, "rows": []})
+
+
+def test_describe_takes_machines_with_fewer_facts():
+    machine = {"cpu": "x", "cores": 2, "gpus": ["H"], "system": "Linux"}
+    text = describe({"machine": machine, "date": "2026-01-02", "versions": {"python": "3.12"}})
+    assert text == "Measured 2026-01-02 on x, 2 cores, H, Linux, python 3.12."
+
+
+def test_work_of_our_own_processes_is_not_called_other_work():
+    spin = "import time; end = time.process_time() + 0.4\nwhile time.process_time() < end: pass"
+    before = common._own_seconds()
+    subprocess.run([sys.executable, "-c", spin], check=True)
+    assert common._own_seconds() - before >= 0.35  # of a child that has ended
+    child = subprocess.Popen([sys.executable, "-c", spin + "\ninput()"], stdin=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while common._own_seconds() - before < 0.75 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert common._own_seconds() - before >= 0.75  # of a child that lives
+    child.communicate(b"\n")
+
+
+def test_the_quietest_attempt_is_kept_whatever_it_measured(monkeypatch):
+    shares = iter([40.0, 10.0, 30.0])
+
+    class Others:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.percent = next(shares)
+
+    monkeypatch.setattr(common, "OtherWork", Others)
+    measured = iter("abc")
+    assert common.quietest(lambda: next(measured)) == ("b", 10.0)
+
+
+def test_an_unknown_name_is_refused():
+    command = [sys.executable, "-m", "benchmarks", "sun"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert f"there are {', '.join(NAMES)}" in found.stderr
