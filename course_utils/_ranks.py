@@ -17,6 +17,7 @@ What passes between the processes (`folder` is the launch's own temporary folder
 """
 
 import faulthandler
+import functools
 import gc
 import importlib
 import io
@@ -264,6 +265,8 @@ START = {"torch": _start_torch, "tensorflow": _start_tensorflow}
 def _adopt_globals(function: Any) -> None:
     """Let ``__main__`` hold the notebook's names, so that pickle finds its classes here."""
     main = types.ModuleType("__main__")
+    while isinstance(function, functools.partial):
+        function = function.func
     names = getattr(function, "__globals__", {})
     if names.get("__name__") == "__main__":
         main.__dict__.update(names)

@@ -73,6 +73,10 @@ class RankError(RuntimeError):
         parts = [headline, traceback.rstrip(), *others.values()]
         super().__init__("\n\n".join(part for part in parts if part))
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the ranks' tracebacks. That of this process says nothing more."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class LaunchTimeout(RankError, TimeoutError):
     """Not every rank returned before the deadline; `traceback` holds every rank's stack."""
@@ -119,7 +123,6 @@ def launch(
         NestedLaunch: called inside a rank.
         TypeError: `fn` or one of `args` cannot be sent to another process.
     """
-    __tracebackhide__ = True  # IPython then shows the learner's cell, not these frames
     if "COURSE_RANK" in os.environ:
         raise NestedLaunch(
             f"launch() was called inside rank {os.environ['COURSE_RANK']}. A rank cannot start "
@@ -258,7 +261,7 @@ class _Rank:
         self.label, self.on_core = label, on_core
         self.state = b""  # RETURNED, FAILED or WAITING once the rank has said so
         self.status: int | None = None  # exit code once it has ended; negative: by a signal
-        self.rest = b""  # an unfinished line
+        self.rest: list[bytes] = []  # pieces of an unfinished line
         self.tail: collections.deque[str] = collections.deque(maxlen=5)
 
     @property
@@ -273,7 +276,12 @@ class _Rank:
     def show(self, data: bytes) -> None:
         """Print whole lines under this rank's name; keep the rest for later."""
         # "\r" ends a line too: progress bars use nothing else
-        *lines, self.rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self.rest + data)
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not end:
+            self.rest.append(data)
+            return
+        lines = b"".join([*self.rest, data[:end]]).splitlines(keepends=True)
+        self.rest = [data[end:]] if data[end:] else []
         lines = [line for line in lines if line != b"\r" and not (self.on_core and _NO_GPU in line)]
         texts = [line.decode("utf-8", "replace") for line in lines]
         self.tail.extend(text.rstrip() for text in texts if text.strip())
@@ -288,17 +296,14 @@ class _Launch:
         self.call, self.names, self.places = call, names, places
         self.framework, self.init, self.timeout = framework, init, timeout
         labels = [f"{job} {i}" if labelled else f"rank {r}" for r, (job, i) in enumerate(names)]
-        kinds = [place.kind for place in places]
-        self.ranks = [
-            _Rank(*each) for each in zip(labels, (k == "core" for k in kinds), strict=True)
-        ]
+        on_core = [place.kind == "core" for place in places]
+        self.ranks = [_Rank(*each) for each in zip(labels, on_core, strict=True)]
         self.pids: list[int] = []
         self.controls: list[socket.socket] = []
         self.outputs: list[io.RawIOBase] = []
 
     def run(self) -> list[Any]:
         """Start the ranks, attend to them, and return the values that they returned."""
-        __tracebackhide__ = True
         if not _ONE_AT_A_TIME.acquire(blocking=False):
             raise RuntimeError("another launch() is running in this kernel: wait for it to end")
         ok = False
@@ -306,9 +311,13 @@ class _Launch:
             with (
                 _CtrlC() as self.ctrl_c,
                 _reserved_ports(len(self.names)) as ports,
-                tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as path,
+                tempfile.TemporaryDirectory(
+                    prefix=f"launch-{os.getpid()}-", ignore_cleanup_errors=True
+                ) as path,
             ):
                 self.folder = Path(path)
+                for rank in range(len(self.ranks)):
+                    (self.folder / f"{rank}.stack").touch()
                 (self.folder / "call").write_bytes(self.call)
                 (self.folder / "request").write_bytes(pickle.dumps(self._request(ports)))
                 self._run_ranks()
@@ -339,7 +348,6 @@ class _Launch:
 
     def _run_ranks(self) -> None:
         """Whatever happens in here, no rank is left at the end."""
-        __tracebackhide__ = True
         self.crew = _crew(self.framework, self.ctrl_c)
         self.selector = selectors.DefaultSelector()
         try:
@@ -360,7 +368,6 @@ class _Launch:
 
     def _attend(self) -> None:
         """Until all ranks have returned, one has failed, time is up, or Ctrl-C."""
-        __tracebackhide__ = True
         deadline = time.monotonic() + self.timeout
         judged_at = None  # when to name the rank that failed first
         while not all(rank.state == RETURNED for rank in self.ranks):
@@ -425,7 +432,8 @@ class _Launch:
         for rank, control, output in zip(self.ranks, self.controls, self.outputs, strict=True):
             while data := _read_some(output):
                 rank.show(data)
-            rank.show(b"\n" if rank.rest else b"")
+            if rank.rest:
+                rank.show(b"\n")
             control.close()
             output.close()
 
@@ -610,9 +618,9 @@ def _read_some(output: io.RawIOBase) -> bytes | None:
 # ---------------------------------------------------------------- stacks, made readable
 
 _FRAME = re.compile(r'^ *File "(.*)", line (\d+) in (.*)$', re.M)
-_LIBRARIES = ("<frozen", str(Path(__file__).parent) + os.sep) + tuple(
-    sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")
-)
+_ROOTS = [sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")]
+_ROOTS.append(str(Path(__file__).parents[1]))
+_LIBRARIES = ("<frozen", str(Path(__file__).parent) + os.sep, *(r + os.sep for r in _ROOTS[:4]))
 _WRAPPERS = {"wrapper", "inner", "decorate_context", "_fn", "error_handler", "<lambda>"}
 
 
@@ -638,15 +646,20 @@ def _show_stack(dump: str) -> tuple[str, str]:
     file, line, function = frames[own[0]]
     called = [f for _, _, f in frames[: own[0]] if f not in _WRAPPERS]
     doing = f"waits in {called[-1]}" if called else f"is in {function}"
-    where = _file_name(file) if _file_name(file).startswith("Cell") else Path(file).name
+    where = _file_name(file)
+    where = where if where.startswith("Cell") else Path(file).name
     return f"{doing}, line {line} of {where}", "\n".join(text)
 
 
 def _file_name(path: str) -> str:
-    """``Cell In[5]`` for a notebook's cell, else the path."""
+    """``Cell In[5]`` for a notebook's cell; a short path for files of libraries and ours."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(path)
-    return f"Cell In[{number}]" if number is not None else f'File "{path}"'
+    if number is not None:
+        return f"Cell In[{number}]"
+    for root in (*_ROOTS, os.getcwd()):
+        path = path.removeprefix(root + os.sep)
+    return f'File "{path}"'
 
 
 def _with_cell_names(trace: str) -> str:
