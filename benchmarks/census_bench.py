@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from course_utils import _probe  # noqa: E402
+from course_utils import _gpus  # noqa: E402
 from course_utils.devices import census  # noqa: E402
 
 ANSWERS = """#!/bin/sh
@@ -74,7 +74,7 @@ def compare(calls: dict[str, Callable], rounds: int) -> dict[str, dict]:
 
 def fresh_census():
     """Without the memory of an earlier failure: what the first census of a process costs."""
-    _probe._failed.clear()
+    _gpus._failed.clear()
     return census()
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from course_utils import _probe
+from course_utils import _cpu, _gpus
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -202,14 +202,14 @@ def _reader() -> Callable[[], tuple[dict, dict, list[str]]]:
     """A function that reads all devices once: utilisation, memory, errors."""
     import psutil
 
-    cores = sorted(_probe.read_cpu()[0]["cores"])
-    has_gpus = bool(_probe.read_gpus()[0])  # without GPUs they are not asked for ten times a second
+    cores = sorted(_cpu.read_cpu()[0]["cores"])
+    has_gpus = bool(_gpus.read_gpus()[0])  # without GPUs they are not asked for ten times a second
 
     def read() -> tuple[dict, dict, list[str]]:
         load = psutil.cpu_percent(percpu=True)  # since the call before, in this thread
         utilisation = {f"core {c}": load[c] if c < len(load) else None for c in cores}
-        memory: dict[str, int | None] = {RAM: _probe.cpu_memory()[0]["used_memory"]}
-        gpus, errors = _probe.read_gpus() if has_gpus else ([], [])
+        memory: dict[str, int | None] = {RAM: _cpu.cpu_memory()[0]["used_memory"]}
+        gpus, errors = _gpus.read_gpus() if has_gpus else ([], [])
         for g in gpus:
             utilisation[f"GPU {g['index']}"] = g["utilisation"]
             memory[f"GPU {g['index']}"] = g["used_memory"]

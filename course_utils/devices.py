@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from course_utils import _probe
+from course_utils import _cpu, _gpus
 from course_utils._watch import Sample, Watch, watch
 
 __all__ = [
@@ -136,8 +136,8 @@ def census() -> Census:
 
     NVML is asked first, then nvidia-smi (given up after 5 s), then the CPU is described.
     """
-    gpus, errors = _probe.read_gpus()
-    cpu, can_pin, cpu_errors = _probe.read_cpu()
+    gpus, errors = _gpus.read_gpus()
+    cpu, can_pin, cpu_errors = _cpu.read_cpu()
     return Census(
         gpus=tuple(Device("gpu", **g) for g in gpus),
         cpu=Device("cpu", **cpu),

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from course_utils import _probe
+from course_utils import _gpus
 from course_utils.devices import Census, census
 
 MIB = 1024**2
@@ -63,7 +63,7 @@ class Installation:
     root: Path = Path("/")  # of dev/shm and proc
     linux: bool = sys.platform == "linux"
     devices: Census = field(default_factory=census)
-    driver: str | None = field(default_factory=_probe.driver_version)
+    driver: str | None = field(default_factory=_gpus.driver_version)
     shm_size: Callable[[Path], int] | None = None  # bytes of the file system; default: ask it
 
     @functools.cached_property

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from course_utils import _probe, devices
+from course_utils import _cpu, _gpus, devices
 from course_utils.devices import Census, Device, NotEnoughDevices, census, slots
 
 GIB = 1024**3
@@ -25,8 +25,8 @@ REPO = Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """No memory of earlier failures, no settings of the shell that runs the tests."""
-    monkeypatch.setattr(_probe, "_failed", {})
-    monkeypatch.setattr(_probe, "_nvml_pid", None)
+    monkeypatch.setattr(_gpus, "_failed", {})
+    monkeypatch.setattr(_gpus, "_nvml_pid", None)
     for name in ("COURSE_TIER", "CUDA_VISIBLE_DEVICES", "COURSE_TF_GPU", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
 
@@ -135,6 +135,7 @@ def test_stub_library_on_the_loaders_path(tmp_path, kind):
         subprocess.run([cc, "-shared", "-fPIC", "-o", library, source], check=True)
     code = "from course_utils.devices import census; c = census(); print(len(c.gpus), c.errors[0])"
     env = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(REPO)}
+    env["PATH"] = str(tmp_path)  # and no nvidia-smi
     out = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
     )
@@ -196,7 +197,7 @@ def test_a_total_of_zero_is_unknown(monkeypatch, tmp_path, by):
 
 
 def test_smi_that_hangs_is_given_up_killed_and_not_asked_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(_probe, "SMI_SECONDS", 2.0)
+    monkeypatch.setattr(_gpus, "SMI_SECONDS", 2.0)
     pid = tmp_path / "pid"
     # A shell with a child, which keeps the pipe open when only the shell is killed.
     fake_smi(monkeypatch, tmp_path, f"sleep 120 & echo $! > {pid}; wait")
@@ -330,7 +331,8 @@ def test_this_machines_cpu():
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot pin")
-def test_cores_are_those_this_process_may_use():
+def test_cores_are_those_this_process_may_use(monkeypatch):
+    monkeypatch.setenv("COURSE_TIER", "cpu")
     before = os.sched_getaffinity(0)
     one = max(before)
     try:
@@ -347,9 +349,9 @@ def test_physical_cores_come_before_their_siblings(tmp_path):
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     pairs = {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3"}
     root = machine(tmp_path, {topology.format(c): p + "\n" for c, p in pairs.items()})
-    assert _probe.order_cores((0, 1, 2, 3), root) == ((0, 2, 1, 3), 2)
-    assert _probe.order_cores((1, 3), root) == ((1, 3), 2)
-    assert _probe.order_cores((0, 1, 9), root) == ((0, 1, 9), None)  # 9 is not described
+    assert _cpu.order_cores((0, 1, 2, 3), root) == ((0, 2, 1, 3), 2)
+    assert _cpu.order_cores((1, 3), root) == ((1, 3), 2)
+    assert _cpu.order_cores((0, 1, 9), root) == ((0, 1, 9), None)  # 9 is not described
 
 
 @pytest.mark.parametrize(
@@ -385,7 +387,7 @@ def test_physical_cores_come_before_their_siblings(tmp_path):
     ],
 )
 def test_cpu_limit_of_the_cgroup(tmp_path, files, quota):
-    cpu, _, errors = _probe.read_cpu(machine(tmp_path, files))
+    cpu, _, errors = _cpu.read_cpu(machine(tmp_path, files))
     assert cpu["quota"] == quota and errors == []
     assert cpu["sources"].get("quota") == (None if quota is None else "cgroup")
 
@@ -409,7 +411,7 @@ def test_cpu_limit_of_the_cgroup(tmp_path, files, quota):
     ],
 )
 def test_memory_limit_of_the_cgroup(tmp_path, files):
-    memory, source = _probe.cpu_memory(machine(tmp_path, files))
+    memory, source = _cpu.cpu_memory(machine(tmp_path, files))
     assert source == "cgroup"
     assert (memory["total_memory"], memory["used_memory"]) == (GIB, 200 * MIB)
     assert memory["free_memory"] == GIB - 200 * MIB
@@ -417,7 +419,7 @@ def test_memory_limit_of_the_cgroup(tmp_path, files):
 
 def test_a_limit_above_the_ram_is_none(tmp_path):
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{10**18}\n"}
-    assert _probe.cpu_memory(machine(tmp_path, files))[1] == "psutil"
+    assert _cpu.cpu_memory(machine(tmp_path, files))[1] == "psutil"
 
 
 def test_system_that_forbids_pinning(monkeypatch):

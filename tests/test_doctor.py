@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from course_utils import _probe, doctor
+from course_utils import _gpus, doctor
 from course_utils.devices import Census, Device
 from course_utils.doctor import MIB, Finding, Installation, diagnose, report
 
@@ -275,11 +275,11 @@ def test_driver_that_answers_nobody(computer):
 
 def test_driver_version_without_nvml(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert _probe.driver_version(str(tmp_path)) is None
+    assert _gpus.driver_version(str(tmp_path)) is None
     version = tmp_path / "proc/driver/nvidia/version"
     version.parent.mkdir(parents=True)
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Rel\nG")
-    assert _probe.driver_version(str(tmp_path)) == "570.86.10"
+    assert _gpus.driver_version(str(tmp_path)) == "570.86.10"
 
 
 def test_cpu_build_on_a_gpu_machine(computer):

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from course_utils import _probe, _watch
+from course_utils import _cpu, _gpus, _watch
 from course_utils.devices import Sample, Watch, watch
 
 BURN = """
@@ -83,7 +83,7 @@ def test_gpus_are_watched_beside_cores(monkeypatch):
         {"index": 0, "utilisation": 97.0, "used_memory": 5 * GIB},
         {"index": 1, "utilisation": None, "used_memory": None},
     ]
-    monkeypatch.setattr(_probe, "read_gpus", lambda: (gpus, ["GPU 1: utilisation not known"]))
+    monkeypatch.setattr(_gpus, "read_gpus", lambda: (gpus, ["GPU 1: utilisation not known"]))
     with pytest.warns(UserWarning, match="GPU 1: utilisation not known") as warned:
         with watch(interval=0.05) as w:
             time.sleep(0.3)
@@ -98,7 +98,7 @@ def test_gpus_are_watched_beside_cores(monkeypatch):
 
 def test_without_gpus_the_driver_is_asked_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(_probe, "read_gpus", lambda: (asked.append(1), ([], []))[1])
+    monkeypatch.setattr(_gpus, "read_gpus", lambda: (asked.append(1), ([], []))[1])
     with watch(interval=0.02):
         time.sleep(0.3)
     assert len(asked) == 1
@@ -142,7 +142,7 @@ def test_numbers_of_offline_cpus_do_not_break_it(monkeypatch):
 
     few = types.SimpleNamespace(**{"cpu_percent": lambda percpu: [50.0]})
     monkeypatch.setattr(psutil, "cpu_percent", few.cpu_percent)
-    monkeypatch.setattr(_probe, "read_cpu", lambda: ({"cores": (0, 7)}, True, []))
+    monkeypatch.setattr(_cpu, "read_cpu", lambda: ({"cores": (0, 7)}, True, []))
     utilisation, _, _ = _watch._reader()()
     assert utilisation["core 0"] == 50.0 and utilisation["core 7"] is None
 
