@@ -203,7 +203,7 @@ def _check_definition(source: Source, line: int, task: str, get_task: Callable) 
     except Exception as error:
         raise source.fail(line, f"no definition of task {task!r}: {error}") from error
     hints = [str(hint).strip() for hint in definition.hints]
-    wrong = {answer.name for answer in definition.wrong_answers}
+    wrong = {answer.name for answer in definition.wrong}
     for missing, what in (
         (not callable(getattr(definition, "judge", None)), "a check (judge)"),
         (not definition.points > 0, "points"),
