@@ -4,7 +4,7 @@ Re-exported by :mod:`course_utils.devices`::
 
     with watch() as w:
         time.sleep(1)            # before
-        w.mark("training")       # a line in the figure; the finding is about what follows
+        w.mark("training")       # a line in the figure; table and finding tell phases apart
         launch(train, 2)
     print(w.table())
     plots.show(w.figure(), alt=w.finding())
@@ -114,20 +114,25 @@ class Watch:
         return list(self.samples[0].utilisation) if self.samples else []
 
     def finding(self) -> str:
-        """One sentence: which devices worked in the last phase, and which were idle."""
+        """Which devices worked and which were idle; after marks, one line per marked phase."""
         phases = self.phases()
         if not phases:
             return "nothing was measured: the block was over before the first sample"
-        name, samples = phases[-1]
+        lines = []
+        for name, samples in phases[1:] if phases[0][0] == "before" and phases[1:] else phases:
+            text = self._who_worked(samples)
+            lines.append(f"{name}: {text}" if name else text)
+        return "\n".join(lines)
+
+    def _who_worked(self, samples: list[Sample]) -> str:
         means = {d: _mean([s.utilisation.get(d) for s in samples]) for d in self.devices()}
         if len(means) <= 4:
-            text = ", ".join(f"{d} {_in_words(m)}" for d, m in means.items())
-        else:
-            busy = {d: m for d, m in means.items() if m is not None and m >= IDLE}
-            text = f"{len(busy)} of {len(means)} devices at work"
-            if 0 < len(busy) <= 4:
-                text += ": " + ", ".join(f"{d} {_in_words(m)}" for d, m in busy.items())
-        return f"{name}: {text}" if name else text
+            return ", ".join(f"{d} {_in_words(m)}" for d, m in means.items())
+        busy = {d: m for d, m in means.items() if m is not None and m >= IDLE}
+        text = f"{len(busy)} of {len(means)} devices at work"
+        if 0 < len(busy) <= 4:
+            text += ": " + ", ".join(f"{d} {_in_words(m)}" for d, m in busy.items())
+        return text
 
     def table(self) -> str:
         """Text table: mean and highest utilisation, and most memory in use, per device."""
@@ -156,7 +161,10 @@ class Watch:
 
         colours = _colours()
         shown = self._busiest(SHOWN)
-        fig = Figure(figsize=(7.0, 1.4 + 0.8 * (len(shown) + 1)), layout="constrained")
+        fig = Figure(
+            figsize=(7.0, 1.4 + 0.2 * len(self.marks) + 0.8 * (len(shown) + 1)),
+            layout="constrained",
+        )
         strips = fig.subplots(len(shown) + 1, 1, sharex=True, squeeze=False)[:, 0]
         seconds = [0.0, *(s.seconds for s in self.samples)]
         for strip, device in zip(strips, shown, strict=False):
@@ -180,7 +188,7 @@ class Watch:
             strips[0].text(at, 107, f" {what}", fontsize=9)
         hidden = len(self.devices()) - len(shown)
         more = f" ({hidden} less busy ones not drawn)" if hidden else ""
-        fig.suptitle(self.finding() + more, wrap=True)
+        fig.suptitle(self.finding() + more)
         return fig
 
     def _busiest(self, n: int) -> list[str]:

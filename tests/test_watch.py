@@ -110,7 +110,15 @@ def test_finding_names_the_busy_and_the_idle():
     assert w.figure().get_suptitle() == "core 0 at 97 %, core 1 idle"
 
 
-def test_finding_is_about_the_last_phase():
+def test_finding_has_a_line_for_each_marked_phase():
+    loads = {"core 0": [50.0, 100.0, 100.0], "core 1": [50.0, 0.0, 90.0]}
+    w = seen(loads, marks=[(1.5, "one rank"), (2.5, "two ranks")])
+    one, two = w.finding().splitlines()
+    assert one == "one rank: core 0 at 100 %, core 1 idle"
+    assert two == "two ranks: core 0 at 100 %, core 1 at 90 %"
+
+
+def test_finding_leaves_out_what_was_before_the_mark():
     loads = {"core 0": [0.0, 100.0], "core 1": [0.0, None]}
     w = seen(loads, marks=[(1.5, "training")])
     assert w.finding() == "training: core 0 at 100 %, core 1 not known"
