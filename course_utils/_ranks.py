@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 RETURNED, FAILED, WAITING = b"R", b"F", b"W"
-PRELOAD = {"torch": ("torch", "torch.distributed"), "tensorflow": ("tensorflow",)}
+EVERY_RANK_NEEDS = ("numpy.random", "cloudpickle", "ctypes")
 
 
 # ---------------------------------------------------------------- the fork server
@@ -54,7 +54,7 @@ def serve(framework: str, kernel: socket.socket) -> None:
         kernel: the socket to the notebook's kernel.
     """
     try:
-        for module in PRELOAD[framework]:
+        for module in (framework, *EVERY_RANK_NEEDS):
             importlib.import_module(module)
     except BaseException:
         _send(kernel, error=traceback.format_exc())

@@ -351,7 +351,9 @@ class _Launch:
         self.crew = _crew(self.framework, self.ctrl_c)
         self.selector = selectors.DefaultSelector()
         try:
-            self.pids, self.controls, self.outputs = self.crew.start(self.folder, len(self.ranks))
+            self.pids, self.controls, self.outputs = self.crew.start(
+                self.folder, len(self.ranks), self.ctrl_c
+            )
             self.selector.register(self.ctrl_c, selectors.EVENT_READ)
             if self.crew.link:
                 self.selector.register(self.crew.link, selectors.EVENT_READ)
@@ -748,7 +750,7 @@ class _ForkServer:
                 f"Is it installed for {sys.executable}?\n{answer['error']}"
             )
 
-    def start(self, folder: Path, n: int) -> tuple[list[int], list[socket.socket], list]:
+    def start(self, folder: Path, n: int, ctrl_c: _CtrlC) -> tuple[list, list, list]:
         """Fork n ranks: their pids, control sockets, and the read ends of their output."""
         controls, outputs, theirs = [], [], []
         for _ in range(n):
@@ -831,7 +833,7 @@ class _FreshInterpreters:
     def __init__(self, framework: str) -> None:
         self.processes: list[subprocess.Popen] = []
 
-    def start(self, folder: Path, n: int) -> tuple[list[int], list[socket.socket], list]:
+    def start(self, folder: Path, n: int, ctrl_c: _CtrlC) -> tuple[list, list, list]:
         """Start n interpreters, which connect to us: three connections each."""
         links: dict[tuple[int, str], socket.socket] = {}
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -841,12 +843,18 @@ class _FreshInterpreters:
                     self.processes.append(
                         _interpreter("rank", str(folder), str(rank), port, stdout=log, stderr=log)
                     )
-            listener.settimeout(IMPORT_TIMEOUT)
+            listener.settimeout(0.2)
             while len(links) < 3 * n:
-                link, _ = listener.accept()
+                try:
+                    link, _ = listener.accept()
+                except TimeoutError:
+                    self._check_start(folder, ctrl_c)
+                    continue
+                link.settimeout(PATIENCE)
                 name, rank, purpose = json.loads(link.makefile("rb").readline())
                 if name == folder.name:  # else not one of ours
                     links[rank, purpose] = link
+                    link.settimeout(None)
         controls = [links[r, "control"] for r in range(n)]
         outputs = []
         for r in range(n):
@@ -854,6 +862,14 @@ class _FreshInterpreters:
             outputs.append(links[r, "output"].makefile("rb", buffering=0))
         self.lifelines = [links[r, "lifeline"] for r in range(n)]
         return [process.pid for process in self.processes], controls, outputs
+
+    def _check_start(self, folder: Path, ctrl_c: _CtrlC) -> None:
+        if ctrl_c.pressed:
+            raise KeyboardInterrupt
+        for rank, process in enumerate(self.processes):
+            if process.poll() is not None:
+                log = (folder / f"{rank}.log").read_text(errors="replace")
+                raise RuntimeError(f"rank {rank} ended before it had started:\n{log[-2000:]}")
 
     def ended(self) -> Iterator[tuple[int, int]]:
         for rank, process in enumerate(self.processes):
@@ -868,6 +884,8 @@ class _FreshInterpreters:
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
+        for process in self.processes:
+            process.wait()
 
     def close(self) -> None:
         self.kill()
