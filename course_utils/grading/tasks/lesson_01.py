@@ -13,7 +13,7 @@ from ..task import Finding, Task, Wrong, describe, is_list, item, same_matrix
 def _deal_inputs(seed: int) -> list:
     rng = random.Random(seed)
     cases = []
-    for jobs, devices in [(6, 2), (7, 3), (rng.randint(8, 13), 4), (2, 5), (0, 2), (3, 0)]:
+    for jobs, devices in [(6, 2), (8, 3), (rng.randint(8, 13), 4), (2, 5), (0, 2), (3, 0)]:
         names = [f"job-{number}" for number in rng.sample(range(100, 1000), jobs)]
         cases.append({"jobs": names, "devices": [f"/gpu:{i}" for i in range(devices)]})
     return cases
