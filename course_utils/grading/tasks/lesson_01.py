@@ -46,13 +46,15 @@ def _deal_expected(inputs: list) -> list:
 
 
 def _deal_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
-    placed = even = order = ""
+    placed = even = order = no_device = ""
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         answer, devices = item(got, number), case["devices"]
-        if not devices:
-            continue
         words = f"with {len(case['jobs'])} jobs on {len(devices)} devices, "
-        if type(answer) is not dict:
+        if not devices:
+            if type(answer) is not str or answer != want:
+                raised = type(answer) is str and answer.endswith(("Error", "Exception"))
+                no_device = f"the call raised {answer[:40]}" if raised else "it did not raise"
+        elif type(answer) is not dict:
             placed = placed or f"{words}a dict was expected, not {describe(answer)}"
         elif set(answer) != set(case["jobs"]):
             placed = placed or f"{words}the dict has {len(answer)} jobs, or not the same ones"
@@ -65,16 +67,6 @@ def _deal_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             if answer != want:
                 order = order or f"{words}a job is not on the device whose turn it was"
     skipped = "not looked at before every job has its device" if placed else ""
-    error = item(got, len(inputs) - 1)
-    no_device = (
-        ""
-        if type(error) is str and error == "ValueError"
-        else (
-            f"the call raised {error}"
-            if type(error) is str and error.endswith("Error")
-            else "the call did not raise"
-        )
-    )
     return [
         Finding("every job is placed, on one of the devices", 1, placed),
         Finding("no device has two jobs more than another", 1, skipped or even),
@@ -230,8 +222,8 @@ def _sum_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         products, total = answer
         if not is_list(products, len(case["pairs"])):
             product_why = product_why or f"{words}there must be one product for each pair"
-            continue
-        for i, (product, goal) in enumerate(zip(products, want["products"], strict=True)):
+        for i, goal in enumerate(want["products"]):
+            product = item(products, i)
             if not same_matrix(item(product, "value"), goal):
                 product_why = product_why or f"{words}product {i} is not A·B of its pair"
             if not _ran_on(product, case["devices"][i]):

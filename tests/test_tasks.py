@@ -1,0 +1,206 @@
+"""Every task: the blank gets nothing, the solution everything, a wrong answer what it declares."""
+
+import contextlib
+import copy
+import inspect
+import io
+import json
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import jupytext
+import pytest
+
+from course_utils.grading import Score, all_tasks, check
+from course_utils.grading.task import copy_json
+from course_utils.grading.wire import plain
+
+ROOT = Path(__file__).resolve().parent.parent
+SEEDS = (2026, 1, 77)
+REGION = re.compile(r"^( *)### BEGIN SOLUTION\n.*?### END SOLUTION$", re.DOTALL | re.MULTILINE)
+# Lesson 00 has no exercise: its practice task is solved by the reader, in the lesson.
+SOLUTIONS = {
+    "00-practice": """
+def local_batches(global_batch, world_size):
+    ### BEGIN SOLUTION
+    whole, rest = divmod(global_batch, world_size)
+    return [whole + (rank < rest) for rank in range(world_size)]
+    ### END SOLUTION
+"""
+}
+for source in sorted((ROOT / "source" / "exercises").glob("*.py")):
+    for cell in jupytext.read(source).cells:
+        if "task" in cell.metadata:
+            SOLUTIONS[cell.metadata["task"]] = cell.source
+TASKS = list(all_tasks().values())
+WRONG = [(task, wrong) for task in TASKS for wrong in task.wrong]
+JUNK = (None, True, -1, 10**400, 0.5, "x", "", [], {}, [[]], {"$": "NaN"}, [1, 2], {"value": 1})
+
+
+@pytest.fixture(params=TASKS, ids=lambda task: task.id)
+def task(request):
+    return request.param
+
+
+def define(source):
+    names = {}
+    exec(source, names)
+    return names
+
+
+def answer(task, source, inputs):
+    names = define(source)
+    student = SimpleNamespace(**{name: names[name] for name in task.functions})
+    return plain(task.run(student, copy_json(inputs)))
+
+
+def points(findings):
+    return sum(finding.points for finding in findings if finding.passed)
+
+
+def checked(task, source):
+    """Score and printed text of the line `check(...)`, run where the answer is defined."""
+    names = define(source)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(f"score = check({task.id!r})", names | {"check": check}, names)
+    return names["score"], printed.getvalue()
+
+
+def test_every_task_has_a_solution_and_every_solution_a_task():
+    assert set(SOLUTIONS) == set(all_tasks())
+
+
+def test_blank_is_not_attempted(task):
+    blank = REGION.sub(r"\1raise NotImplementedError()", SOLUTIONS[task.id])
+    assert blank != SOLUTIONS[task.id]
+    score, printed = checked(task, blank)
+    assert (score, score.status) == (0, "not_attempted")
+    assert "not attempted" in printed
+
+
+def test_solution_gets_full_marks(task):
+    score, printed = checked(task, SOLUTIONS[task.id])
+    assert isinstance(score, Score) and (score, score.status) == (task.points, "ok"), printed
+    for seed in SEEDS:
+        inputs = task.inputs(seed)
+        assert points(task.mark(inputs, answer(task, SOLUTIONS[task.id], inputs))) == task.points
+
+
+@pytest.mark.parametrize(
+    ("task", "wrong"), WRONG, ids=[f"{task.id}: {wrong.name}" for task, wrong in WRONG]
+)
+def test_wrong_answer_gets_what_it_declares(task, wrong):
+    score, printed = checked(task, wrong.source)
+    assert score == wrong.score < task.points, printed
+    assert "FAILED" in printed and f'hint("{task.id}")' in printed
+    for seed in SEEDS:
+        inputs = task.inputs(seed)
+        assert points(task.mark(inputs, answer(task, wrong.source, inputs))) == wrong.score
+
+
+def test_inputs_are_json_and_depend_on_the_seed_alone(task):
+    drawn = [task.inputs(seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] == copy_json(drawn[0])
+    assert drawn[0] != drawn[2], "a secret seed must give other inputs"
+    copy_json(task.expected(drawn[0]))
+
+
+def test_run_stands_alone(task):
+    """A grader ships the source of `run` into a sandbox, where no oracle may be."""
+    used = inspect.getclosurevars(task.run)
+    names = set(used.globals) - {"__name__"}  # an attribute, as in type(error).__name__
+    assert not names and not used.nonlocals, f"{names} {used.nonlocals}"
+    names = define("from __future__ import annotations\n" + inspect.getsource(task.run))
+    inputs, functions = task.inputs(5), define(SOLUTIONS[task.id])
+    student = SimpleNamespace(**{name: functions[name] for name in task.functions})
+    got = plain(names[task.run.__name__](student, copy_json(inputs)))
+    assert points(task.mark(inputs, got)) == task.points
+
+
+def test_expected_does_not_come_from_the_solution(task):
+    """No line of the reference solution is a line of the oracle."""
+    region = REGION.search(SOLUTIONS[task.id]).group(0)
+    oracle = {line.strip() for line in inspect.getsource(task.expected).splitlines()}
+    lines = {line.strip() for line in region.splitlines()}
+    shared = {line for line in lines & oracle if len(line) > 12}
+    assert not shared - {"for case in inputs:", "for seconds in inputs:"}
+
+
+def paths(value, here=()):
+    yield here
+    if not isinstance(value, (dict, list)):
+        return
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from paths(part, (*here, key))
+
+
+def put(value, path, part):
+    if not path:
+        return part
+    value = copy.deepcopy(value)
+    place = value
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = part
+    return value
+
+
+def leaves(value):
+    if isinstance(value, (dict, list)):
+        for part in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from leaves(part)
+    elif isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        yield str(value)
+
+
+def test_judge_copes_with_any_json_and_tells_no_answer(task):
+    inputs = task.inputs(3)
+    expected, right = task.expected(inputs), answer(task, SOLUTIONS[task.id], inputs)
+    before = json.dumps([inputs, expected])
+    # Values, and keys that are data (job-17), not keys that structure the reply ("total").
+    secrets = {leaf for leaf in leaves(expected) if len(leaf) > 3 and re.search(r"[\d/]", leaf)}
+    spots = list(paths(right))
+    random.Random(0).shuffle(spots)
+    broken = [put(right, spot, junk) for spot in [(), *spots[:60]] for junk in JUNK]
+    for got in [right, *(g for g in broken if g != right)]:
+        findings = task.judge(inputs, expected, got)
+        assert sum(finding.points for finding in findings) == task.points
+        assert points(findings) < task.points or got == right, got
+        for finding in findings:
+            told = [s for s in secrets if s in f"{finding.text} {finding.why}"]
+            assert not told, f"{finding.why} tells {told}"
+    assert json.dumps([inputs, expected]) == before, "a judge changes nothing"
+
+
+@pytest.mark.parametrize("value", JUNK, ids=repr)
+def test_an_answer_that_is_always_the_same_gets_little(task, value):
+    """No property holds of an answer that has nothing in it."""
+    inputs = task.inputs(3)
+    assert points(task.mark(inputs, plain(value))) == 0
+    assert points(task.mark(inputs, [plain(value)] * len(inputs))) == 0
+
+
+def test_real_log_is_read():
+    """The tasks' made-up logs have the form that TensorFlow prints today."""
+    pytest.importorskip("tensorflow")
+    import subprocess
+    import sys
+
+    program = """
+import tensorflow as tf
+tf.debugging.set_log_device_placement(True)
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+@tf.function
+def f(a):
+    with tf.device("/cpu:1"):
+        return tf.matmul(a, a, name="layer/product")
+f(tf.ones([2, 2]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    for log in (done.stdout, done.stderr, done.stdout + done.stderr):
+        placed = define(SOLUTIONS["01-placement-log"])["read_placement"](log)
+        assert placed["layer/product"] == "/job:localhost/replica:0/task:0/device:CPU:1"
+        assert [placed] == all_tasks()["01-placement-log"].expected([log])
