@@ -146,7 +146,9 @@ def main(words: list[str]) -> None:
         print("\n".join(Copies(work).reset(rest[0])))
         print("Open in JupyterLab? Then reload it there (File, Reload Notebook from Disk).")
     elif action == "edit":
-        jupyter(ROOT, rest, ("jupyter",))
+        os.chdir(ROOT)
+        pairing = f"--config={ROOT / 'tools/jupyter_edit.py'}"
+        jupyter(ROOT, [pairing, *rest], ("jupyter",))
     elif action == "reset":
         sys.exit("make reset: say which lesson, for example `make reset 02`.")
     else:
