@@ -97,7 +97,7 @@ def exercise(course: Course, path: Path) -> tuple[Target, Target]:
     regions = sources.check_exercise(source, course.get_task)
     for cell in source.notebook.cells:
         _grading_metadata(cell, course.get_task)
-    header = source.notebook.metadata.get("course", {})
+    header = sources.header(source)
     blank = release(_compose(course, source, "exercises", header))
     # The stamped cells stand in the blank only where they stand in the source's own count.
     own = NotebookNode(cells=[c for c in blank.cells if not c.metadata.get("generated")])
@@ -149,8 +149,7 @@ def _compose(
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     metadata: dict[str, Any] = {"kernelspec": dict(KERNEL), "language_info": dict(LANGUAGE)}
-    if header:
-        metadata["course"] = header
+    metadata["course"] = header
     notebook = v4.new_notebook(cells=cells, metadata=metadata)
     digest = hashlib.sha256(json.dumps(_skeleton(notebook), sort_keys=True).encode()).hexdigest()
     # A key of its own: under `make edit` the course key travels back into the source's header.

@@ -52,8 +52,10 @@ def execute(notebook: NotebookNode, path: Path) -> None:
             resources={"metadata": {"path": str(path.parent)}},
         )
         try:
-            client.execute(env=env)
+            with open(Path(empty) / "stderr", "w+", errors="replace") as stderr:
+                client.execute(env=env, stderr=stderr)
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            last_words = (Path(empty) / "stderr").read_text(errors="replace")[-2000:]
             raise ExecutionFailed(
                 f"{path.name}, cell {started[-1] if started else 1} failed: {error}"
             ) from error

@@ -23,11 +23,12 @@ def install_course():
         constraints = os.path.join(folder, "constraints.txt")
         with open(constraints, "w") as file:
             file.writelines(f"{{name}}=={{version}}\\n" for name, version in versions.items())
-        command = [sys.executable, "-m", "pip", "install", "-q", "-c", constraints]
+        command = [sys.executable, "-m", "pip", "install", "-c", constraints]
         course = "{requirement}"
         done = subprocess.run([*command, course], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the course was not installed, nothing was changed:\\n{{done.stderr}}")
+        said = done.stdout[-2000:] + done.stderr[-2000:]
+        raise RuntimeError(f"the course was not installed, nothing was changed:\\n{{said}}")
 
 
 on_colab = importlib.util.find_spec("google") and importlib.util.find_spec("google.colab")
