@@ -64,6 +64,7 @@ assert len(devices) == 2, "this lesson runs on two devices"
 #
 # **Predict.** The next cell splits the CPU in two. How many physical CPUs are listed afterwards, and how many logical ones?
 
+
 # %%
 # NBVAL_CHECK_OUTPUT
 def split_the_cpu():
@@ -422,7 +423,7 @@ else:
 # %%
 # NBVAL_CHECK_OUTPUT
 def torch_sum():
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # the rank's own GPU, or its core
     a = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], device=device)
     b = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], device=device)
     product = a @ b

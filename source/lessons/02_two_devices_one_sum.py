@@ -41,7 +41,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from course_utils import plots
 from course_utils.devices import census, slots, watch
@@ -63,6 +63,7 @@ assert len(devices) == 2, "this lesson runs on two devices"
 # ## From scratch, on four numbers
 #
 # Ten factors take nine products, one after the other. They also take four, because squares can be squared: $A^2$, $A^4$, $A^8$, and then $A^8 A^2$. This works for the tenth power; the exercise asks you for any.
+
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -121,6 +122,7 @@ def on_two(rank, a, b):
 
 # %% [markdown]
 # First the result, then the speed: a fast wrong answer is worth nothing.
+
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -293,8 +295,8 @@ print(seen.table())
 plots.show(
     seen.figure(),
     name="devices-at-work",
-    alt="Utilisation of each device over time: first both rest, then only the first works, "
-    "then both work at once. " + seen.finding(),
+    alt="Utilisation of each device over time, in three phases: no work, work on one device, "
+    "work on both. " + seen.finding(),
 )
 
 # %% [markdown]
@@ -403,24 +405,31 @@ print(f"{'honestly measured':18} {honest}")
 #
 # ## Where is the rest of the 2×?
 #
-# Take one round on two devices apart. Rank 0 computes its power, waits for the other one to arrive, and adds. Predict with a pencil: if the computing is halved and all else is extra, the speed-up is
+# **Amdahl's law** gives the first answer: what cannot be shared bounds what sharing can gain. Here that is the sum. If it takes the share $s$ of the time on one device, two devices can gain at most
 #
-# $$\frac{T_1}{\;\text{longer of the two powers} + \text{waiting and transfer} + \text{sum}\;}$$
+# $$\frac{1}{s + (1 - s) / 2}$$
 #
-# This is **Amdahl's law** with its overheads written out: what cannot be shared bounds what sharing can gain.
+# The law knows nothing of messages. So take one round on two devices apart: rank 0 computes its power, waits for the other one to arrive, and adds. A round on one device runs in turn with it, so that all times come from the same minutes.
+#
+# **Predict.** The sum is an addition of two matrices, the rest are products. At which size is the limit of Amdahl's law lower, at 128 rows or at 1024?
 
 
 # %%
 def parts(size, rounds):
-    """Medians in seconds, on each rank: one power, then waiting and transfer, then the sum."""
+    """Median seconds on this rank: all on one device, one power, waiting and transfer, sum."""
     rank, (a, b) = dist.get_rank(), make_matrices(size)
-    mine, other = (a, b) if rank == 0 else (b, a)
     laps = []
     for _ in range(rounds + 1):
         dist.barrier()
+        start = time.perf_counter()
+        if rank == 0:
+            (tenth_power(a) + tenth_power(b))[0, 0].item()  # reading a number waits for a GPU
+        alone = time.perf_counter() - start
+
+        dist.barrier()
         clock = [time.perf_counter()]
-        power = tenth_power(mine)
-        power[0, 0].item()  # the clock may only be read when the device is done
+        power = tenth_power(a if rank == 0 else b)
+        power[0, 0].item()
         clock.append(time.perf_counter())
         if rank == 1:
             dist.send(power, dst=0)
@@ -432,47 +441,46 @@ def parts(size, rounds):
         if rank == 0:
             (power + other)[0, 0].item()
         clock.append(time.perf_counter())
-        laps.append(np.diff(clock))
-    return np.median(laps[1:], axis=0)  # the first round warms up
+        laps.append([alone, *np.diff(clock)])
+    return 1000 * np.median(laps[1:], axis=0)  # in ms; the first round warms up
 
 
-taken = {n: launch(parts, 2, n, ROUNDS[n]) for n in [128, 1024]}
-for n, (rank0, rank1) in taken.items():
-    power, arrival, total = 1000 * rank0
-    predicted = 1000 * in_torch[n]["one"].median / (power + arrival + total)
-    print(f"{n} rows: power {power:.2f} ms, wait and transfer {arrival:.2f} ms, sum {total:.2f} ms")
-    print(f"          rank 1 needs {1000 * rank1[0]:.2f} ms for its power")
-    measured = in_torch[n].ratio("one", "two").median
-    print(f"          predicted speed-up {predicted:.2f}×, measured {measured:.2f}×")
+taken = {n: launch(parts, 2, n, ROUNDS[n])[0] for n in [128, 1024]}
+for n, (alone, power, arrival, total) in taken.items():
+    two, share = power + arrival + total, total / alone
+    print(f"{n} rows: {alone:.2f} ms on one device. On two, {two:.2f} ms:")
+    print(f"    power {power:.2f} + waiting and transfer {arrival:.2f} + sum {total:.2f}")
+    limit = 1 / (share + (1 - share) / 2)
+    print(f"    limit of Amdahl's law {limit:.2f}×, measured {alone / two:.2f}×")
 
 # %%
 labels = ["one power", "waiting and transfer", "sum"]
-shares = {n: 100 * rank0 / rank0.sum() for n, (rank0, _) in taken.items()}
+shares = {n: 100 * ms[1:] / ms[1:].sum() for n, ms in taken.items()}
 
 fig, ax = plt.subplots(figsize=(7, 2.6))
-left = {n: 0.0 for n in taken}
-for label, colour, hatch, part in zip(labels, plots.COLOURS, ["", "//", ".."], range(3)):
-    for row, n in enumerate(taken):
+for row, share in enumerate(shares.values()):
+    starts = np.cumsum([0, *share])
+    for part, (label, hatch) in enumerate(zip(labels, ["", "//", ".."], strict=True)):
         ax.barh(
-            row, shares[n][part], left=left[n], color=colour, hatch=hatch, edgecolor="white",
-            label=label if row == 0 else None,
+            row, share[part], left=starts[part], color=plots.COLOURS[part], hatch=hatch,
+            edgecolor="white", label=label if row == 0 else None,
         )  # fmt: skip
-        left[n] += shares[n][part]
 ax.set_yticks(range(len(taken)), [f"{n} rows" for n in taken])
 ax.grid(axis="y", visible=False)
-ax.set(xlabel="share of rank 0's time (%)", ylabel="matrices", xlim=(0, 100))
-ax.set_title(f"At 128 rows {shares[128][1]:.0f} % of the time is waiting and transfer")
+ax.set(xlabel="share of rank 0's time on two devices (%)", ylabel="matrices", xlim=(0, 100))
+small, large = shares[128][1], shares[1024][1]
+ax.set_title(f"Waiting and transfer: {small:.0f} % at 128 rows, {large:.0f} % at 1024")
 ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=3)
 plots.show(
     fig,
     name="where-the-rest-goes",
     alt="Two bars with the shares of one power, waiting and transfer, and the sum in the time of "
-    f"rank 0. Waiting and transfer take {shares[128][1]:.0f} percent at 128 rows and "
-    f"{shares[1024][1]:.0f} percent at 1024 rows.",
+    f"rank 0. Waiting and transfer take {small:.0f} percent at 128 rows and {large:.0f} percent "
+    "at 1024 rows.",
 )
 
 # %% [markdown]
-# Computing grows with the cube of the size, transfer with its square. So the share of the transfer falls as matrices grow, and the curve climbs towards 2×. In training it is the same: more computing for each byte that is sent means better scaling. Larger micro-batches are one way to get there.
+# The sum is not what is missing: the law would allow nearly 2× at both sizes. The message is. Computing grows with the cube of the size, transfer with its square, so the share of the transfer falls as matrices grow, and the curve climbs towards 2×. In training it is the same: more computing for each byte that is sent means better scaling. Larger micro-batches are one way to get there.
 #
 # ## Break it: the message that never comes
 #
