@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from course_utils import launch as launch_module
+from course_utils import _crew
 from course_utils.devices import NotEnoughDevices, slots
 from course_utils.launch import LaunchTimeout, NestedLaunch, RankError, launch
 
@@ -42,7 +43,7 @@ def gone(pids, within=5.0):
 
 def rank_processes():
     """Living ranks: the children of this process's fork servers."""
-    servers = [crew.process.pid for crew in launch_module._CREWS.values() if not crew.gone]
+    servers = [crew.process.pid for crew in _crew.CREWS.values() if not crew.gone]
     return [child.pid for pid in servers for child in psutil.Process(pid).children(recursive=True)]
 
 
@@ -50,7 +51,7 @@ def rank_processes():
 def nothing_left_behind():
     yield
     assert gone(rank_processes())
-    assert not list(Path(launch_module.tempfile.gettempdir()).glob(f"launch-{os.getpid()}-*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"launch-{os.getpid()}-*"))
 
 
 # ------------------------------------------------------------------ what works
@@ -386,7 +387,7 @@ def test_fifty_interrupted_launches_leave_nothing():
     assert interrupted == 50
     assert gone(rank_processes())
     children = psutil.Process().children()
-    servers = [crew.process.pid for crew in launch_module._CREWS.values()]
+    servers = [crew.process.pid for crew in _crew.CREWS.values()]
     assert {child.pid for child in children} <= set(servers)
 
 

@@ -1,5 +1,6 @@
 """`launch` with TensorFlow: clusters of real processes over gRPC."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -126,16 +127,16 @@ def test_a_worker_that_returns_early_keeps_serving():
 
 def test_a_taken_port_leads_to_another_try(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        real, calls = launch_module._reserved_ports, []
+        real, calls = launch_module.reserved_ports, []
 
-        @launch_module.contextlib.contextmanager
+        @contextlib.contextmanager
         def first_clashes(count):
             with real(count) as ports:
                 calls.append(ports)
                 clash = [taken.getsockname()[1], *ports[1:]]
                 yield clash if len(calls) == 1 else ports
 
-        monkeypatch.setattr(launch_module, "_reserved_ports", first_clashes)
+        monkeypatch.setattr(launch_module, "reserved_ports", first_clashes)
 
         def work():
             serve()
@@ -148,7 +149,7 @@ def test_a_taken_port_leads_to_another_try(monkeypatch, capsys):
 
 
 def test_reserved_ports_are_given_to_nobody_else():
-    with launch_module._reserved_ports(4) as ports:
+    with launch_module.reserved_ports(4) as ports:
         for _ in range(200):
             with socket.socket() as other:
                 other.bind(("127.0.0.1", 0))

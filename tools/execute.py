@@ -56,9 +56,8 @@ def execute(notebook: NotebookNode, path: Path) -> None:
                 client.execute(env=env, stderr=stderr)
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             last_words = (Path(empty) / "stderr").read_text(errors="replace")[-2000:]
-            raise ExecutionFailed(
-                f"{path.name}, cell {started[-1] if started else 1} failed: {error}"
-            ) from error
+            text = f"{path.name}, cell {started[-1] if started else 1} failed: {error}"
+            raise ExecutionFailed(f"{text}\n{last_words}".rstrip()) from error
     for number, cell in enumerate(notebook.cells, 1):
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):

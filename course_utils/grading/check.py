@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +80,8 @@ def _line(finding: Finding) -> str:
 
 def _excerpt(error: BaseException, student: SimpleNamespace) -> str:
     """The student's own line and the error, without the check's own frames."""
+    import traceback
+
     try:
         message = f"{type(error).__name__}: {error}"[:500]
     except Exception:  # an exception whose __str__ fails; its type is all there is to say

@@ -7,7 +7,6 @@ inputs and plain JSON values (see `wire.plain`).
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import re
@@ -129,6 +128,8 @@ class Score(float):
 
     def _repr_html_(self) -> str:
         """One sentence for people; the details are in the printed text above it."""
+        import html
+
         words = {"ok": "complete", "not_attempted": "not attempted", "not_defined": "not defined"}
         head = f"{self.task_id}: {self:g} of {self.points:g} points"
         state = words.get(self.status, "not yet complete")

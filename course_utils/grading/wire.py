@@ -50,13 +50,21 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
         if not all(type(key) is str for key in value):
             return {ODD: "a dict whose keys are not all text"}
         return {_plain(k, 0, left): _plain(v, depth - 1, left) for k, v in value.items()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and (kind is numpy.ndarray or kind.__module__ == "numpy"):
-        if kind is numpy.ndarray and value.size > MAX_NODES:
+    if _is_numpy(kind):
+        if value.size > MAX_NODES:
             return {ODD: "a very large array"}
-        if isinstance(value, (numpy.ndarray, numpy.generic)):
-            return _plain(value.tolist(), depth - 1, left)
-    return {ODD: f"an object of type {kind.__name__[:40]}"}
+        return _plain(value.tolist(), depth - 1, left)
+    # Not `kind.__name__`: a metaclass may define that as it likes.
+    name = type.__dict__["__name__"].__get__(kind)
+    return {ODD: f"an object of type {name[:40]}"}
+
+
+def _is_numpy(kind: type) -> bool:
+    """True for NumPy's own array and scalar types, not for classes derived from them."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    return any(kind is own for own in (numpy.ndarray, *numpy.sctypeDict.values()))
 
 
 def pack(array: Any) -> str:

@@ -347,9 +347,9 @@ print(result)
 def grpc_sum():
     config = json.loads(os.environ["TF_CONFIG"])
     cluster, task = tf.train.ClusterSpec(config["cluster"]), config["task"]
-    server = tf.distribute.Server(cluster, job_name=task["type"], task_index=task["index"])
+    tf.distribute.Server(cluster, task["type"], task["index"])
     if task["index"] > 0:
-        return os.getpid(), None, None  # its server works on until every worker has returned
+        return os.getpid(), None, None  # its server works on until both have returned
 
     tf.config.experimental_connect_to_cluster(cluster, job_name="client")
     a = tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from functools import cache
@@ -31,6 +30,8 @@ def get_task(task_id: str) -> Task:
     tasks = all_tasks()
     if isinstance(task_id, str) and task_id in tasks:
         return tasks[task_id]
+    import difflib
+
     near = difflib.get_close_matches(str(task_id), tasks, n=1)
     meant = f"Did you mean {near[0]!r}? " if near else ""
     raise UnknownTask(f"no task {task_id!r}. {meant}The tasks are: {', '.join(tasks)}")
