@@ -133,7 +133,7 @@ class Score(float):
         words = {"ok": "complete", "not_attempted": "not attempted", "not_defined": "not defined"}
         head = f"{self.task_id}: {self:g} of {self.points:g} points"
         state = words.get(self.status, "not yet complete")
-        why = f" First: {html.escape(self._why)}." if self._why else ""
+        why = f" First: {html.escape(self._why)}." if state != "not attempted" and self._why else ""
         return f"<p><strong>{html.escape(head)}</strong> ({state}).{why}</p>"
 
 

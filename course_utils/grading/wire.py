@@ -8,8 +8,6 @@ into a sandbox together with the source of a task's `run`.
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import sys
 from typing import Any
@@ -72,6 +70,9 @@ def pack(array: Any) -> str:
 
     Raises ValueError when the array holds Python objects.
     """
+    import base64
+    import io
+
     import numpy
 
     buffer = io.BytesIO()
@@ -81,6 +82,9 @@ def pack(array: Any) -> str:
 
 def unpack(text: str) -> Any:
     """Return the array that `pack` wrote; ValueError when the text is anything else."""
+    import base64
+    import io
+
     import numpy
 
     return numpy.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)

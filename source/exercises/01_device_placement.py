@@ -34,7 +34,7 @@
 # %%
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow's start-up notices off
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # fewer of TensorFlow's start-up notices
 
 import tensorflow as tf
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from functools import cache
 
 from ..task import Task
@@ -16,6 +14,9 @@ class UnknownTask(LookupError):
 @cache
 def all_tasks() -> dict[str, Task]:
     """Every task by its id, in order; raises ValueError when two have the same id."""
+    import importlib
+    import pkgutil
+
     tasks: dict[str, Task] = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name):
         for task in importlib.import_module(f"{__name__}.{module.name}").TASKS:
