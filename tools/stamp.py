@@ -19,6 +19,8 @@ def install_course():
     for found in distributions():  # the first of a name is the one that Python imports
         if found.metadata["Name"] and re.fullmatch(r"\\d[\\w.!+]*", found.version):
             versions.setdefault(found.metadata["Name"], found.version)
+    for own in ("course-utils", "course_utils"):  # the course itself may be newer now
+        versions.pop(own, None)
     with tempfile.TemporaryDirectory() as folder:
         constraints = os.path.join(folder, "constraints.txt")
         with open(constraints, "w") as file:
