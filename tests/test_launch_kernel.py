@@ -41,9 +41,9 @@ class Kernel:
         self.message = self.client.execute(code)
 
     def read(self, until="", timeout=60):
-        """Read until the text is printed, or, without one, until the cell has ended."""
+        """Read until a match is printed or, without a pattern, until the cell has ended."""
         end = time.monotonic() + timeout
-        while True:
+        while not (until and re.search(until, self.out, re.S)):
             message = self.client.get_iopub_msg(timeout=end - time.monotonic())
             if message["parent_header"].get("msg_id") != self.message:
                 continue
@@ -54,9 +54,8 @@ class Kernel:
             elif message["msg_type"] == "error":
                 self.error = content
             elif message["msg_type"] == "status" and content["execution_state"] == "idle":
-                return self.out
-            if until and until in self.out:
-                return self.out
+                break
+        return self.out
 
     def run(self, code, timeout=60):
         self.start(code)
@@ -120,7 +119,7 @@ def wait():
     while not os.path.exists({str(go)!r}): time.sleep(0.01)
     print("went on")
 _ = launch(wait, 2, timeout=40)""")
-    kernel.read(until="[rank 1] waiting")
+    kernel.read(until=r"rank 1. waiting")
     assert "went on" not in kernel.out
     go.touch()
     assert "[rank 0] went on" in kernel.read()
@@ -164,8 +163,7 @@ def forever():
     print("pid", os.getpid())
     while True: time.sleep(1)
 launch(forever, 2)""")
-    kernel.read(until="[rank 0] pid")
-    kernel.read(until="[rank 1] pid")
+    kernel.read(until=r"pid \d+\n.*pid \d+\n")
     pids = [int(pid) for pid in re.findall(r"pid (\d+)", kernel.out)]
     kernel.manager.interrupt_kernel()
     kernel.read()
@@ -179,14 +177,15 @@ launch(forever, 2)""")
 def test_no_rank_outlives_the_kernel(how):
     kernel = Kernel()
     try:
-        kernel.run(IMPORTS)
         kernel.start("""
+import os, time
+from course_utils.launch import launch
 def forever():
-    print("pid", os.getpid(), os.getppid(), end="|\\n")
+    import torch, torch.distributed as dist
+    print("pid", os.getpid(), os.getppid())
     dist.all_reduce(torch.ones(1)) if dist.get_rank() else time.sleep(600)
 launch(forever, 2)""")
-        while kernel.out.count("|") < 2:
-            kernel.read(until="|" if "|" not in kernel.out else "\n", timeout=30)
+        kernel.read(until=r"pid \d+ \d+\n.*pid \d+ \d+\n")
         pids = [int(pid) for pid in re.findall(r"\d{2,}", kernel.out)]
         assert len(set(pids)) == 3  # two ranks and the fork server
         if how == "restart":
