@@ -142,15 +142,11 @@ def test_warnings_and_prints_cost_nothing():
 
 
 def test_a_student_cannot_change_the_inputs_that_are_judged():
-    greedy = GOOD.replace("    return", "    rows = seconds[:]; seconds[:] = [1]\n    return")
-    assert run_check(greedy)[0] == 0  # its table is made from the changed list
-    polite = """
-def speedup_table(seconds):
-    table = [(n, seconds[0] / t, seconds[0] / t / n) for n, t in enumerate(seconds, 1)]
-    seconds.clear()
-    return table
-"""
-    assert run_check(polite)[0] == 3
+    """Powers of the unit matrix are easily right."""
+    source = get_task("02-matpow").wrong[1].source
+    greedy = source.replace("    result = m", "    m[:] = [[1, 0], [0, 1]]\n    result = m")
+    assert run_check(source, "02-matpow")[0] == 2
+    assert run_check(greedy, "02-matpow")[0] == 0
 
 
 def test_every_run_gives_the_same():
