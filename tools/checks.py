@@ -167,7 +167,7 @@ def check_links(notebook: NotebookNode, path: Path) -> list[str]:
                 continue
             name, _, anchor = link.partition("#")
             file = (path.parent / unquote(name)) if name else path
-            if not file.exists():
+            if name and not file.exists():
                 problems.append(f"cell {number}: the link {link!r} leads to no file")
             elif anchor and anchor.lower() not in _anchors_of(file, notebook if not name else None):
                 problems.append(f"cell {number}: the link {link!r} leads to no heading")
