@@ -25,7 +25,6 @@ import json
 import linecache
 import os
 import pickle
-import random
 import select
 import shutil
 import signal
@@ -223,8 +222,7 @@ def _become(request: dict[str, Any], rank: int) -> None:
     linecache.cache.update(request["sources"])  # tracebacks can then quote notebook cells
     if me["cpus"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, me["cpus"])
-    random.seed()  # forks share their parent's state; fresh processes would not
-    if "numpy" in sys.modules:
+    if "numpy" in sys.modules:  # forks share their parent's state; fresh processes would not
         sys.modules["numpy"].random.seed()
 
 
