@@ -136,13 +136,22 @@ def run(command):
 def install_commands(venv, torch_choice):
     pip = [venv_python(venv), "-m", "pip", "install", "--disable-pip-version-check"]
     pip += ["-c", "constraints.txt"]
+    pip.append("--no-compile")  # pip does it on one core; compile_command on all
     if venv.name == ".venv-tf-gpu":
         # No torch here: its CUDA wheels and TensorFlow's overwrite each other's cuDNN.
         tensorflow = pin("tensorflow").replace("==", "[and-cuda]==")
-        return [pip + [tensorflow, pin("ipykernel"), "-e", "."]]
+        return [pip + [tensorflow, pin("ipykernel"), "-e", "."], compile_command(venv)]
     if torch_choice == "cpu":
         pip += ["--extra-index-url", PYTORCH_CPU]
-    return [pip + [pin("torch"), "-e", ".[torch,tensorflow,lab,dev]"]]
+    install = pip + [pin("torch"), "-e", ".[torch,tensorflow,lab,dev]"]
+    return [install, compile_command(venv)]
+
+
+def compile_command(venv):
+    code = "import compileall, sysconfig; "
+    # Some packages ship files for other Pythons: that these do not compile is no error.
+    code += "compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+    return [venv_python(venv), "-c", code]
 
 
 def kernel_command(venv):
