@@ -187,18 +187,23 @@ def compare(
 def speedup_table(rows: Iterable[tuple[object, Timing, Timing, int]]) -> str:
     """Text table from rows of (label, time on one device, time on n devices, n).
 
-    Speed-up is the one-device median over the n-device median; efficiency is the speed-up
-    over n: 100 % means that no device ever waited. Raises ValueError without rows.
+    Both times of a row come from rounds in which they took turns. The speed-up is divided
+    within each round, and its median and middle half are shown, as by `Comparison.ratio`.
+    Efficiency is the speed-up over n: 100 % means that no device ever waited. Raises
+    ValueError without rows, and where the two did not run equally often.
     """
-    lines = [("", "1 device", "n devices", "n", "speed-up", "efficiency")]
+    lines = [("", "1 device", "n devices", "n", "speed-up", "middle half", "efficiency")]
     for label, one, many, n in rows:
         if n < 1:
             raise ValueError(f"row {label!r}: n={n}, but a run has at least one device")
         if many.median == 0:
             raise ValueError(f"row {label!r}: no measurable time; give each run more work")
-        gain = one.median / many.median
-        times = (one.short(), many.short())
-        lines.append((str(label), *times, str(n), f"{gain:.2f}×", f"{100 * gain / n:.0f} %"))
+        if len(one.runs) != len(many.runs):
+            raise ValueError(f"row {label!r}: the two must take turns, as in compare()")
+        gain = Comparison({"one": one, "many": many}).ratio("one", "many")
+        shown = (f"{gain.median:.2f}×", f"{gain.low:.2f}–{gain.high:.2f}")
+        efficiency = f"{100 * gain.median / n:.0f} %"
+        lines.append((str(label), one.short(), many.short(), str(n), *shown, efficiency))
     if len(lines) == 1:
         raise ValueError("no rows: pass tuples of (label, one, many, n)")
     return _align(lines)

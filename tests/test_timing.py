@@ -132,16 +132,19 @@ def test_comparison_prints_an_aligned_table():
 
 
 def test_speedup_table():
-    one, two = Timing((0.155,)), Timing((0.084,))
+    one, two = Timing((0.155, 0.31, 0.155)), Timing((0.084, 0.155, 0.1))
     header, row = speedup_table([(1024, one, two, 2)]).splitlines()
-    assert header.split()[-2:] == ["speed-up", "efficiency"]
-    assert row.split() == ["1024", "155", "ms", "84.0", "ms", "2", "1.85×", "92", "%"]
+    assert header.split()[-4:] == ["speed-up", "middle", "half", "efficiency"]
+    # divided round by round: 1.85, 2.00 and 1.55, not one median over the other
+    assert row.split() == ["1024", "155", "ms", "100", "ms", "2", "1.85×", "1.70–1.92", "92", "%"]
+    with pytest.raises(ValueError, match="take turns"):
+        speedup_table([("x", one, Timing((1.0,)), 2)])
     with pytest.raises(ValueError, match="no rows"):
         speedup_table([])
     with pytest.raises(ValueError, match="at least one device"):
         speedup_table([("x", one, two, 0)])
     with pytest.raises(ValueError, match="more work"):
-        speedup_table([("x", one, Timing((0.0,)), 2)])
+        speedup_table([("x", one, Timing((0.0, 0.0, 0.0)), 2)])
 
 
 def test_timings_travel_between_processes():
