@@ -53,7 +53,7 @@ plots.use_style()
 print(census())
 
 # %% [markdown]
-# The first line names your **tier**. It decides what the lessons call a device:
+# The line that begins with *tier* matters most. It decides what the lessons call a device. Lines that begin with *not read* say what could not be asked here; without an NVIDIA driver that is as it should be.
 #
 # | tier | found | a device is | devices talk over |
 # |---|---|---|---|
@@ -61,7 +61,7 @@ print(census())
 # | `gpu1` | one GPU | that GPU; two pinned cores where a lesson needs two devices | gloo, gRPC |
 # | `gpuN` | two GPUs or more | each GPU | NCCL |
 #
-# **Pinned** means that the operating system may run the process on that core only. gloo, gRPC and NCCL are the libraries that carry the messages. Nothing falls back silently: a lesson asks for its devices, and stops with an error that says what to do when they are not there. This one asks for two.
+# A process is **pinned** when the operating system may run it on that core only. gloo, gRPC and NCCL are the libraries that carry the messages. Nothing falls back silently: a lesson asks for its devices, and stops with an error that says what to do when they are not there. This one asks for two.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -74,7 +74,7 @@ print("devices for this lesson:", len(devices))
 #
 # Each device gets a process of its own. Its number is its **rank**, counted from 0. How many there are is the **world size**. All of them run the same function, and each asks which rank it is.
 #
-# The message they send each other most is the **all-reduce**: every rank brings a tensor, and every rank leaves with the sum.
+# A message in which all ranks take part is a **collective**. The one they need most is the **all-reduce**: every rank brings a tensor, and every rank leaves with the sum.
 #
 # **Predict.** Rank 0 brings `[1, 2, 3, 4]`. Rank 1 brings `[10, 20, 30, 40]`. What does rank 0 hold afterwards? And rank 1? Write both down, then run the cell.
 
@@ -101,13 +101,13 @@ for rank, held in enumerate(launch(first_all_reduce, 2)):
 # %% [markdown]
 # Both hold the same sum. There is no main process that keeps the result: after an all-reduce every rank has it, which is what training needs.
 #
-# `launch(function, 2)` started the two processes, ran the function of this cell in each, and returned what each of them returned, in order of rank. Later you will do the same from a shell with `torchrun`.
+# `launch(function, 2)` started the two processes, ran the function of this cell in each, and returned what each of them returned, in order of rank. On a cluster a launcher such as PyTorch's `torchrun` starts the processes; they run the same kind of function.
 #
 # ## Two devices, or one in disguise?
 #
-# Two processes on one core would take turns. So this needs proof. Each rank multiplies matrices in six pieces and writes down when each piece began and ended. First rank 0 does it alone, while rank 1 waits; then both at once.
+# Two processes could be sharing one core, each waiting while the other runs. So this needs proof, and a proof needs a control. Each rank does the same six pieces of work and writes down when each piece began and ended, three times over: rank 0 *alone* while rank 1 waits; both ranks on *two devices*; and, for comparison, both ranks moved to *one* core on purpose.
 #
-# **Predict.** One rank alone needs a certain time. How long do two ranks need for twice the work: the same, half as much again, or double? Write it down.
+# **Predict.** One rank alone needs a certain time. How many times as long do two ranks need for twice the work, on two devices, and on one? Write two numbers down.
 
 
 # %%
@@ -123,56 +123,72 @@ def six_pieces(matrix, products=12):
     return spans
 
 
-def alone_then_together(size=768):
+def alone_together_shared(shared_core, size=768):
     matrix = torch.rand(size, size, device=my_device())
     six_pieces(matrix, products=1)  # the first products are slow: they wake the library up
     dist.barrier()  # nobody goes on before everybody is here
-    alone = six_pieces(matrix) if dist.get_rank() == 0 else None
+    spans = {"alone": six_pieces(matrix) if dist.get_rank() == 0 else []}
     dist.barrier()
-    return {"process": os.getpid(), "alone": alone, "together": six_pieces(matrix)}
+    spans["on two devices"] = six_pieces(matrix)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else "any"
+    if shared_core:
+        os.sched_setaffinity(0, shared_core)  # from here on both ranks have this core only
+        dist.barrier()
+        spans["on one, shared"] = six_pieces(matrix)
+    return {"process": os.getpid(), "cores": cores, "spans": spans}
 
 
-reports = launch(alone_then_together, 2)
+reports = launch(alone_together_shared, 2, devices[0].cpus)
 for slot, report in zip(devices, reports, strict=True):
-    print(f"rank {slot.rank}: {slot.name}, process {report['process']}")
+    print(f"rank {slot.rank}: {slot.name}, process {report['process']}, cores {report['cores']}")
 assert reports[0]["process"] != reports[1]["process"], "two ranks must be two processes"
 
-alone = reports[0]["alone"]
-both = [report["together"] for report in reports]
-begin, end = min(spans[0][0] for spans in both), max(spans[-1][1] for spans in both)
-times_as_long = (end - begin) / (alone[-1][1] - alone[0][0])
-print(f"one rank, its own work:     {alone[-1][1] - alone[0][0]:.2f} s")
-print(f"two ranks, twice the work:  {end - begin:.2f} s, {times_as_long:.2f} times as long")
-
 # %%
-overlap = min(spans[-1][1] for spans in both) - max(spans[0][0] for spans in both)
-share = round(100 * max(0, overlap) / (end - begin))
+lanes = {}  # one lane for each rank in each of the three ways
+for way in reports[0]["spans"]:
+    for slot, report in zip(devices, reports, strict=True):
+        if report["spans"][way]:
+            lanes[way, slot.rank] = report["spans"][way]
 
-fig, ax = plt.subplots(figsize=(7, 2.4))
-for slot, spans in zip(devices, both, strict=True):
+
+def seconds(way):
+    ends = [spans[-1][1] for (name, _), spans in lanes.items() if name == way]
+    return max(ends) - min(spans[0][0] for (name, _), spans in lanes.items() if name == way)
+
+
+times_as_long = {way: seconds(way) / seconds("alone") for way, _ in lanes}
+for way, ratio in times_as_long.items():
+    print(f"{way:14}  {seconds(way):.2f} s, {ratio:.2f} times as long as alone")
+
+fig, ax = plt.subplots(figsize=(7, 3))
+for row, ((way, rank), spans) in enumerate(lanes.items()):
+    begin = min(other[0][0] for (name, _), other in lanes.items() if name == way)
     for number, (start, stop) in enumerate(spans):
         ax.barh(
-            slot.rank, stop - start, left=start - begin, height=0.6, edgecolor="white",
-            color=plots.COLOURS[slot.rank], alpha=1.0 if number % 2 == 0 else 0.65,
+            row, stop - start, left=start - begin, height=0.7, edgecolor="white",
+            color=plots.COLOURS[rank], alpha=1.0 if number % 2 == 0 else 0.65,
         )  # fmt: skip
-ax.set_yticks([slot.rank for slot in devices], [f"rank {s.rank}: {s.name}" for s in devices])
+ax.set_yticks(range(len(lanes)), [f"{way}: rank {rank}" for way, rank in lanes])
 ax.invert_yaxis()
 ax.grid(axis="y", visible=False)
-ax.set(xlabel="time (s)", ylabel="device")
-ax.set_title(f"Both devices computed at once for {share} % of the time")
+ax.set(xlabel="time since the first piece began (s)", ylabel="who worked")
+ax.set_title(f"Two devices: twice the work in {times_as_long['on two devices']:.2f} times the time")
 plots.show(
     fig,
     name="two-ranks-at-work",
-    alt=f"Two bars, one a rank, each of six pieces, drawn over time. Both ranks are at work at "
-    f"the same moment for {share} percent of the run.",
+    alt="Bars of six pieces of work over time, for rank 0 alone, for both ranks on two devices, "
+    "and for both on one core. Times, against alone: "
+    + ", ".join(f"{way} {ratio:.2f}" for way, ratio in times_as_long.items()),
 )
 
 # %% [markdown]
-# One row is one rank, and each shade is one piece of its work. Where the rows lie above each other, both devices compute at the same moment. The lines before the figure say what that is worth: compare the last number with your prediction. 1.00 would be perfect; 2.00 would be one device in disguise.
+# One row is one rank, and each shade is one piece. On two devices a piece takes about as long as alone: 1.00 would be perfect. On one shared core every piece takes about twice as long, because the ranks take turns. (With GPUs, or where the system cannot pin, the shared rows are missing.)
+#
+# Is your number for two devices far above 1? Then something else keeps your cores busy: close it and run the cell again. Timings in this course always come from *your* machine, so they share its troubles.
 #
 # ## When a rank fails
 #
-# With many processes the commonest sight is one that fails while the others wait for it. Here rank 1 meets a bad sample, while rank 0 is already waiting in an all-reduce that rank 1 will never join.
+# With many processes, one often fails while the others wait for it. Here rank 1 meets a bad sample, while rank 0 is already waiting in an all-reduce that rank 1 will never join.
 #
 # **Predict.** Does this cell hang, blame rank 0, or name rank 1?
 
@@ -193,12 +209,12 @@ else:
     raise AssertionError("the failure of rank 1 was not reported")
 
 # %% [markdown]
-# `launch` ended the waiting rank and raised the error of the rank that failed first. Without the `try` you would see that rank's whole traceback. Every launch also has a deadline, so a cell cannot wait for ever; lesson 02 runs into one on purpose.
+# `launch` ended the waiting rank and raised the error of the rank that failed first. Without the `try` you would see that rank's whole traceback. Every launch also has a deadline (`timeout=120` seconds unless you say otherwise), so no cell waits for good; lesson 02 runs into one on purpose.
 #
 # ## How a lesson works
 #
 # - **Predict → Run → Explain.** Write your prediction down before you run a cell. A guess that turns out wrong is what you will remember.
-# - **A claim is a cell.** What the text states, a cell measures or asserts. Do not believe it: change the cell and see.
+# - **A claim is a cell.** What matters, a cell measures or asserts. Do not believe the text: change the cell and see. Cells that begin with `# NBVAL_CHECK_OUTPUT` print the same on every machine; the course's tests compare them.
 # - **Exercises** lie beside the lessons, in the folder `exercises`. `check("…")` scores your answer and names the first property that it lacks. `hint("…", level=1)` helps, in three levels. Try that now.
 #
 # This is a first answer to a question that every lesson meets: the **global batch** is the number of samples in one step, over all ranks. How many does each rank take?
@@ -223,7 +239,7 @@ hint("00-practice", level=1)
 #
 # ## What this machine cannot show
 #
-# Pinned cores compute, wait and send real messages, so speed-ups, stragglers and hangs in this course are measured, not simulated. They have no CUDA kernels, no NVLink between them and no GPU memory of their own. Each lesson says what that leaves out, and shows figures from real GPUs where we have measured some. So far there are none: **not measured**.
+# Pinned cores compute, wait and send real messages. So this course measures what others draw: what a second device gains, how everybody waits for the slowest, and what a program looks like that hangs. What cores do not have is what belongs to GPUs alone: their own fast memory, and direct links from one to the next. Each lesson says what that leaves out, and shows figures from real GPUs where we have measured some. So far there are none: **not measured**.
 #
 # ## The map
 #
