@@ -258,14 +258,10 @@ class Launch:
         first = next(r for r, rank in enumerate(self.ranks) if rank.state != RETURNED)
         headlines = [text.partition("\n")[0] for text in stacks.values()]
         message = f"no end after {self.timeout:g} s: " + "; ".join(headlines)
-        return LaunchTimeout(
-            f"the launch had not ended after its timeout of {self.timeout:g} s.",
-            first,
-            "LaunchTimeout",
-            message,
-            "",
-            stacks,
-        )
+        headline = f"the launch had not ended after its timeout of {self.timeout:g} s."
+        error = LaunchTimeout(headline, first, "LaunchTimeout", message, "", stacks)
+        error.traceback = "\n\n".join(stacks.values())
+        return error
 
     def _ask_where(self) -> dict[int, str]:
         """Where each rank is, in words: its stack, and the last lines that it printed."""

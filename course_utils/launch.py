@@ -55,6 +55,7 @@ def launch(
     Every rank has RANK, LOCAL_RANK and WORLD_SIZE in its environment, one device (see
     :func:`course_utils.devices.slots`) and that device's number of threads. A rank whose
     device is a core sees no GPU. No rank leaves before all have returned or one has failed.
+    What ranks print comes as it is printed, so the order between ranks differs from run to run.
 
     Args:
         fn: any function, also one from a cell. It and `args` are sent by value: what a rank

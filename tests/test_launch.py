@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from course_utils import _crew
-from course_utils.devices import NotEnoughDevices, slots
+from course_utils.devices import NotEnoughDevices, census, slots
 from course_utils.launch import LaunchTimeout, NestedLaunch, RankError, launch
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -259,6 +259,32 @@ def test_fresh_interpreters_where_there_is_no_fork(monkeypatch, capsys):
     assert "rank 0 waits in all_reduce" in caught.value.others[0]
 
 
+@pytest.mark.skipif(not census().usable_gpus, reason="needs a GPU")
+def test_after_the_notebook_has_used_cuda():
+    """Where launchers that fork the notebook fail; the ranks of cores see no GPU."""
+    code = """
+import os, torch, torch.distributed as dist
+from course_utils.launch import launch
+def work():
+    x = torch.ones(2, device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(x)
+    return dist.get_backend(), x.device.type, x.tolist()
+if torch.cuda.is_available():
+    torch.ones(1, device="cuda")
+    print(launch(work, 1))
+    os.environ["COURSE_TIER"] = "cpu"
+    print(launch(work, 2))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    if not done.stdout:
+        pytest.skip("this torch has no CUDA")
+    assert done.stdout.splitlines() == [
+        "[('nccl', 'cuda', [1.0, 1.0])]",
+        "[('gloo', 'cpu', [2.0, 2.0]), ('gloo', 'cpu', [2.0, 2.0])]",
+    ]
+
+
 # ------------------------------------------------------------------ what fails
 
 
@@ -349,7 +375,8 @@ def test_a_hang_ends_at_the_deadline_with_every_stack():
     assert f"rank 1 waits in all_reduce, line {line} of test_launch.py" in str(caught.value)
     assert f"rank 0 is in hang, line {line + 2} of test_launch.py" in str(caught.value)
     assert "before" in caught.value.others[0]
-    assert isinstance(caught.value, (RankError, TimeoutError))
+    assert f"line {line}" in caught.value.traceback
+    assert isinstance(caught.value, RankError) and isinstance(caught.value, TimeoutError)
 
 
 @contextlib.contextmanager
