@@ -2,7 +2,7 @@
 # jupyter:
 #   course:
 #     rows: [D1, D2, D3, D4, M1]
-#     minutes: {read: 15, do: 15}
+#     minutes: {read: 20, do: 10}
 #     devices: 2
 #     path: core
 #     extra: tensorflow,torch
@@ -23,7 +23,7 @@
 #
 # | | |
 # |---|---|
-# | **Time** | 15 minutes to read, 15 to do |
+# | **Time** | 20 minutes to read, 10 to do |
 # | **You should know** | what a matrix product is; [lesson 00](00_start_here.ipynb) |
 # | **You will** | list devices · read `.device` and a placement log · pin operations · meet the errors for a device that is missing or wrong · run one program on two pinned processes |
 # | **Runs on** | no GPU, or one: two logical CPU devices and two pinned cores · two GPUs or more: the same, and PyTorch's ranks on the GPUs (TensorFlow needs its GPU environment for that, see the README) |
@@ -38,7 +38,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 
-# TensorFlow's start-up notices would hide the lines that this lesson looks for.
+# Most of TensorFlow's notices off: they would hide the lines that this lesson looks for.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
@@ -50,6 +50,9 @@ from course_utils.devices import census, slots
 from course_utils.launch import launch
 from course_utils.timing import compare
 
+# %% [markdown]
+# TensorFlow may have printed that it found no CUDA drivers. On a machine without an NVIDIA GPU that is as it should be.
+
 # %%
 print(census())
 devices = slots(2, framework="tensorflow")
@@ -60,7 +63,9 @@ assert len(devices) == 2, "this lesson runs on two devices"
 #
 # TensorFlow names a device by its type and its number: `/CPU:0`, `/GPU:0`, `/GPU:1`. In 2016 people wrote `/cpu:0` and `/gpu:0`; both spellings work.
 #
-# A **physical device** is what the machine has. A **logical device** is what your program sees. One physical device can be split into several logical ones, but only before TensorFlow first uses it. All the cores of the machine together count as *one* physical CPU.
+# A **physical device** is what the machine has. A **logical device** is what your program sees. One physical device can be split into several logical ones. All the cores of the machine together count as *one* physical CPU.
+#
+# GPUs have one more setting that everybody needs sooner or later: **memory growth**. Without it TensorFlow takes nearly all of a GPU's memory when it starts ([TensorFlow's GPU guide](https://www.tensorflow.org/guide/gpu#limiting_gpu_memory_growth) says so). With it, memory is taken when it is needed.
 #
 # **Predict.** The next cell splits the CPU in two. How many physical CPUs are listed afterwards, and how many logical ones?
 
@@ -74,48 +79,48 @@ def split_the_cpu():
         tf.config.set_logical_device_configuration(cpu, two)
 
 
+for gpu in tf.config.list_physical_devices("GPU"):
+    tf.config.experimental.set_memory_growth(gpu, True)
 split_the_cpu()
 print("physical:", [device.name for device in tf.config.list_physical_devices("CPU")])
 print("logical: ", [device.name for device in tf.config.list_logical_devices("CPU")])
 
 # %% [markdown]
-# One physical CPU, two logical ones. On a GPU the same call takes a `memory_limit` in MiB, and so makes two small GPUs out of a large one. A GPU has another setting that everybody needs sooner or later: **memory growth**. Without it TensorFlow takes nearly all of a GPU's memory when it starts ([TensorFlow's GPU guide](https://www.tensorflow.org/guide/gpu#limiting_gpu_memory_growth) says so). With it, memory is taken when it is needed. Both must be set before the devices are used. A CPU has neither: its memory belongs to the system.
+# One physical CPU, two logical ones. Settings like these must come before the devices start, and listing the logical ones starts them. Afterwards it is too late. A GPU can also be given a `memory_limit` in MiB when it is split; for a CPU that is an error, since its memory belongs to the system.
 
 # %%
 # NBVAL_CHECK_OUTPUT
-for gpu in tf.config.list_physical_devices("GPU"):
+cpu = tf.config.list_physical_devices("CPU")[0]
+three = [tf.config.LogicalDeviceConfiguration()] * 3
+limited = [tf.config.LogicalDeviceConfiguration(memory_limit=1024)]
+for attempt in [three, limited]:
     try:
-        tf.config.experimental.set_memory_growth(gpu, True)
-    except RuntimeError as error:  # the devices are in use already: restart, set it first
-        print(gpu.name, "-", error)
-
-limited = tf.config.LogicalDeviceConfiguration(memory_limit=1024)
-try:
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [limited])
-except (ValueError, RuntimeError) as error:
-    print(f"{type(error).__name__}: {error}")
-else:
-    raise AssertionError("a memory limit on a CPU device was accepted")
+        tf.config.set_logical_device_configuration(cpu, attempt)
+    except (RuntimeError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}")
+    else:
+        raise AssertionError("a CPU in use was split again")
 
 # %% [markdown]
-# Old posts list devices with `device_lib` instead. It still works. It also shows a trap: it starts devices *of its own*, on every GPU, and so knows nothing of the two logical ones that you made.
+# Old posts list devices with `device_lib` instead. It still works, but it starts devices *of its own* each time, and knows nothing of the two logical ones that you made. The `incarnation` is the number of one start of a device, so listing twice gives it away.
 
 # %%
 from tensorflow.python.client import device_lib
 
-for found in device_lib.list_local_devices():
-    limit = f"{found.memory_limit / 2**20:.0f} MiB"
-    print(f"{found.name}  type {found.device_type}  limit {limit}  incarnation {found.incarnation}")
-
-print("logical devices of this program:", len(tf.config.list_logical_devices("CPU")))
+for _ in range(2):
+    for found in device_lib.list_local_devices():
+        print(
+            f"{found.name}  type {found.device_type}  "
+            f"limit {found.memory_limit / 2**20:.0f} MiB  incarnation {found.incarnation}"
+        )
+print("memory of this machine:", f"{census().cpu.total_memory / 2**20:.0f} MiB")
 
 # %% [markdown]
-# The `incarnation` is a random number that tells one start of a device from the next. The limit shown for a CPU is a constant of TensorFlow, not your memory; `census` above shows that. `device_lib` lives under `tensorflow.python`, which is private: new code uses `tf.config`.
+# Another incarnation each time: another device. And the limit that it prints for a CPU has nothing to do with your memory, as the last line shows. `device_lib` lies under `tensorflow.python`, which is private; new code uses `tf.config`.
 #
 # ## Which device did it?
 #
-# Start on six and six numbers, so that you can follow by hand. Every tensor knows where it lives: `.device`.
+# Start with two small matrices, so that you can follow by hand. Every tensor knows where it lives: `.device`.
 #
 # **Predict.** Nothing in this cell says where to run. What will `.device` end in?
 
@@ -125,18 +130,15 @@ a = tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
 b = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 c = tf.matmul(a, b)
 print(c.numpy())
-print("on a device numbered 0:", c.device.endswith(":0"))
-
-# %%
 print(c.device)
 assert c.device.endswith("GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0")
 
 # %% [markdown]
-# Read the name from its end: device `CPU:0`, of task 0, of the job `localhost`. With one machine you can ignore job and task; below there will be two tasks. When you say nothing, TensorFlow takes a GPU if there is one, and of several devices the one with the lowest number.
+# Read the name from its end: device `CPU:0`, of task 0, of the job `localhost`. With one machine you can ignore job and task; below there will be two tasks. You said nothing, and of the two logical devices TensorFlow took the one with the lowest number. If there are GPUs it prefers [the lowest-numbered GPU](https://www.tensorflow.org/guide/gpu#manual_device_placement).
 #
 # ## The placement log
 #
-# `.device` tells where a result lies. The **placement log** tells where *every* operation ran, also those inside a compiled function, which you cannot ask. It is written by TensorFlow's C++ code, straight to the process's output and around Python's `print`. In a notebook such lines come late, out of order, or [not at all](https://github.com/tensorflow/tensorflow/issues/24686). So catch them where they pass: at the file descriptors 1 and 2.
+# `.device` tells where a result lies. The **placement log** tells where *every* operation ran, also those inside a `tf.function`: a function that TensorFlow compiles into a fixed plan of operations, which you cannot ask. The log is written by TensorFlow's C++ code, around Python's `print`. In a notebook such lines come late, out of order, or [not at all](https://github.com/tensorflow/tensorflow/issues/24686). So catch them where they pass: at the file descriptors 1 and 2, the numbers under which the system knows a process's output and its error output.
 
 
 # %%
@@ -171,12 +173,13 @@ def pinned_product(a, b):
 
 
 def placement_log(switched_on):
-    with native_output() as log:
-        split_the_cpu()
+    split_the_cpu()
+    with native_output():  # what comes before the product is not looked at
         if switched_on == "before the first operation":
             tf.debugging.set_log_device_placement(True)
         ones = tf.ones([2, 2])  # the first operation starts the devices
         tf.debugging.set_log_device_placement(True)
+    with native_output() as log:
         pinned_product(ones, ones)
     return log
 
@@ -186,7 +189,7 @@ print(*log, sep="\n")
 assert any(re.search(r"MatMul: \(MatMul\): .*CPU:1$", line) for line in log)
 
 # %% [markdown]
-# Find the line with `MatMul: (MatMul)`: the name of the operation, its kind, and the device. The `_Arg` and `_Retval` lines around it are what goes into a function and comes out: TensorFlow moved those there and back. One task of this lesson's exercise is to turn such a log into a table.
+# Find the line with `MatMul: (MatMul)`: the name of the operation, its kind, and the device. The `_Arg` and `_Retval` lines are what goes into the function and what comes out; `Identity` hands the result on. They may lie elsewhere than the product, and TensorFlow copies between. One task of this lesson's exercise is to turn such a log into a table.
 #
 # **Predict.** How many lines does the log have when it is switched on *after* the first operation?
 
@@ -202,7 +205,7 @@ assert log and not late
 #
 # ## Pin it
 #
-# `with tf.device(...)` pins whatever is created in its block. The last cell did that inside a function.
+# `with tf.device(...)` pins whatever is created in its block. `pinned_product` did that inside a function.
 #
 # **Predict.** Here `x` is made on device 0 and used on device 1. Is that an error? Where does the product end up, and where is `x` afterwards?
 
@@ -223,7 +226,7 @@ for name, tensor in {"x": x, "y": y}.items():
 #
 # **Soft placement** lets TensorFlow choose another device when yours is missing. It is on at the start.
 #
-# **Predict.** No machine has a `/GPU:42`. Which of these two runs fails, and where does the other one run?
+# **Predict.** You have no `/GPU:42`. Which of these two runs fails, and where does the other one run?
 
 
 # %%
@@ -235,24 +238,24 @@ def on_device_42():
 
 tf.config.set_soft_device_placement(True)
 where = on_device_42()
-print("soft placement on:  ran on another device:", "42" not in where)
+print("soft placement on:  ran on", where)
 assert "42" not in where
 
 tf.config.set_soft_device_placement(False)
 try:
     on_device_42()
 except tf.errors.InvalidArgumentError as error:
-    print("soft placement off:", str(error).split(".")[0])
+    print("soft placement off:", error.message)
 else:
     raise AssertionError("a device that does not exist was accepted")
 tf.config.set_soft_device_placement(True)
 
 # %% [markdown]
-# With soft placement on, a typing error in a device name costs you a device, and nothing tells you. That is how a program runs on one GPU of four for a week. While you develop, switch it off, and read the error: it ends with the devices that there are.
+# With soft placement on, a typing error in a device name costs you a device, and nothing tells you. While you develop, switch it off, and read the error: it ends with the devices that there are.
 #
 # ## Then → now: the program of 2016
 #
-# In 2016 a TensorFlow program first built a graph and then ran it in a session. This is such a program, in the words of its time, written for this course; `tf.compat.v1` still runs it. It multiplies the same matrices on two devices and adds the products up on the CPU. The session is told to make two CPU devices, because in 2016 sessions were where devices were configured.
+# In 2016, in chapter 6 of *First Contact with TensorFlow*, a program first built a **graph**, a plan of operations, and then ran it in a **session**. This is an equivalent of its listing in the words of that time, with CPUs for its GPUs; `tf.compat.v1` still runs it. It multiplies the same matrices on two devices and adds the products up on the first. The session is told to make two CPU devices, because sessions were where devices were configured.
 #
 # **Predict.** One product is `[[22, 28], [49, 64]]`. What is the sum of two?
 
@@ -306,22 +309,22 @@ assert np.array_equal(total_today, 2 * tf.matmul(a, b)), "two devices must equal
 #
 # A logical device is a name. Does it also bring computing power? Measure: two large products, once both on device 0, once on one device each.
 #
-# **Predict.** How many times faster is the second?
+# **Predict.** How many times as long does the second way take: half, or the same?
 
 # %%
-big = tf.random.stateless_uniform([768, 768], seed=[1, 2])
+A, B = tf.random.stateless_uniform([2, 768, 768], seed=[1, 2])
 
 
 def two_products(first, second):
     @tf.function
-    def run():
+    def run(a, b):
         with tf.device(first):
-            left = tf.matmul(big, big)
-        with tf.device(second):
-            right = tf.matmul(big, big)
-        return left, right
+            left = tf.matmul(a, a)
+        with tf.device(second):  # another matrix: TensorFlow would compute the same one once
+            right = tf.matmul(b, b)
+        return left[0, 0], right[0, 0]
 
-    return lambda: run()[1].numpy()
+    return lambda: [result.numpy() for result in run(A, B)]
 
 
 result = compare(
@@ -334,13 +337,13 @@ result = compare(
 print(result)
 
 # %% [markdown]
-# The last column is near 1: the two logical devices share the threads of one process. They are right for learning where things go, and wrong for timing. For power you need a device of its own, and on a CPU that is a process with a core of its own.
+# In the last column 0.50 would mean that the second device brought power of its own. It does not come near: two logical devices share the process and its threads. They are right for learning where things go, and wrong for timing. For power you need a device of its own, and on a CPU that is a process with a core of its own.
 #
 # ## Two processes, one program: gRPC
 #
-# TensorFlow can reach devices in other processes, on this machine or on another. Each process runs a **server**, and the servers know each other's addresses from the environment variable `TF_CONFIG`; together they are a **cluster**. A client then sees all their devices under full names: `/job:worker/task:1/device:CPU:0`.
+# TensorFlow can reach devices in other processes, on this machine or on another. Each process runs a **server**, and the servers know each other's addresses from the environment variable `TF_CONFIG`; together they are a **cluster**. A **client**, the process that says what to compute, then sees all their devices under full names: `/job:worker/task:1/device:CPU:0`.
 #
-# `launch` starts one process on each device and writes `TF_CONFIG`. The function below starts the server. Worker 0 is also the client: it places one product on each task, and the sum on task 0.
+# `launch` starts one process on each device and writes `TF_CONFIG`. It keeps every process alive until all have returned. The function below starts the server. Worker 0 is also the client: it places one product on each task, and the sum on task 0.
 
 
 # %%
@@ -376,7 +379,7 @@ print(total_grpc)
 assert np.array_equal(total_grpc, total_today), "two processes must equal one device"
 
 # %% [markdown]
-# Two tasks, two processes, two cores, and the same four numbers. On two machines only the addresses in `TF_CONFIG` would differ. Lesson 02 gives these two workers enough to do to see whether the second one pays.
+# Two tasks, two processes, two cores, and the same four numbers. Across machines `TF_CONFIG` holds their addresses instead of this one's. Lesson 02 gives these two workers enough to do to see whether the second one pays.
 #
 # ## The same in PyTorch
 #
@@ -403,7 +406,7 @@ else:
     raise AssertionError("tensors on two devices were added")
 
 # %% [markdown]
-# With a GPU the message reads `Expected all tensors to be on the same device, but found at least two devices`. The cause is nearly always a model that was moved and a batch that was not, or the other way round. Print the `.device` of both, and move the batch.
+# With a GPU the message begins with [`Expected all tensors to be on the same device`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/TensorIterator.cpp). Look for a model that was moved and a batch that was not, or the other way round: print the `.device` of both, and move the batch.
 #
 # Asking for a device that is missing fails at once, too:
 
@@ -439,13 +442,14 @@ print("PyTorch on two ranks equals TensorFlow on two devices:", totals[0] == tot
 # %% [markdown]
 # ## Then → now: what the old posts trip over
 #
-# Each line was printed in a post or a book, and is an error today. The cell runs every one of them.
+# Each line stands in a post or in the chapter of 2016, and is an error today. The cell runs them all.
 
 # %%
 # NBVAL_CHECK_OUTPUT
+gpus = tf.config.list_logical_devices("TPU")  # as `gpus` is on a machine without a GPU: empty
 slips = {
     "device_lib.list_local_device()": lambda: device_lib.list_local_device(),
-    "gpus[0] without a GPU": lambda: [][0],
+    "gpus[0] without a GPU": lambda: gpus[0],
     "np.random.rand(1e4, 1e4)": lambda: np.random.rand(1e4, 1e4),
     "tf.Session()": lambda: tf.Session(),
     "tf.ConfigProto(...)": lambda: tf.ConfigProto(log_device_placement=True),
@@ -467,11 +471,10 @@ for line, run in slips.items():
 # | `np.random.rand(1e4, 1e4)` | `np.random.rand(10_000, 10_000)` | NumPy takes only integers as sizes |
 # | `tf.Session()`, `tf.placeholder()` | call functions directly; `tf.function` compiles them | TensorFlow 2.0 (2019) runs operations at once |
 # | `ConfigProto(log_device_placement=True)` | `tf.debugging.set_log_device_placement(True)` | there is no session left to configure |
-# | `/gpu:2` fails late, in the session | `tf.config.set_soft_device_placement(False)` | decide whether a missing device is an error |
 #
 # ## What this machine cannot show
 #
-# Without a GPU you saw neither TensorFlow's choice of a GPU by default, nor memory growth at work, nor the two-GPU wording of PyTorch's error. The 2016 chapter showed its log on a Tesla K40c; what it printed about *placement* you have reproduced to the last number, on two CPU devices. Results on real GPUs: not measured yet.
+# Without a GPU you saw neither TensorFlow's choice of a GPU by default, nor memory growth at work, nor PyTorch's error between a GPU and the CPU. The two results of the 2016 chapter, `[[22, 28], [49, 64]]` and `[[44, 56], [98, 128]]`, you have reproduced, on CPU devices. Results on real GPUs: **not measured** yet.
 #
 # ## Exercise
 #

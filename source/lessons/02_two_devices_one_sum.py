@@ -46,7 +46,7 @@ from tqdm import tqdm
 from course_utils import plots
 from course_utils.devices import census, slots, watch
 from course_utils.launch import LaunchTimeout, launch
-from course_utils.timing import compare, speedup_table
+from course_utils.timing import Comparison, Timing, compare, speedup_table
 
 plots.use_style()
 
@@ -58,7 +58,7 @@ assert len(devices) == 2, "this lesson runs on two devices"
 # %% [markdown]
 # ## A question from 2016
 #
-# A book of 2016 shows how to use two GPUs: compute $A^{10} + B^{10}$ for two large random matrices, first on one GPU, then with $A$ on one and $B$ on the other. It prints both times, but the page does not show them. A reader asked below it: what is the output of the timing? How much faster does it get? That is the most important part, and it is missing. Nobody answered. You will.
+# Chapter 6 of *First Contact with TensorFlow* (2016) shows how to use two GPUs: compute $A^{10} + B^{10}$ for two large random matrices, first on one GPU, then with $A$ on one and $B$ on the other. The program prints both times, but the page does not show them. A reader asked below it: what is the output of the timing, how much faster does it get? That is the most important part, and it is missing. You will measure it.
 #
 # ## From scratch, on four numbers
 #
@@ -84,9 +84,7 @@ assert np.array_equal(tenth_power(A), np.linalg.matrix_power(A, 10))
 #
 # ## One device and two, in PyTorch
 #
-# Both ways run in the same two processes, in turns, so that they meet the same machine in the same mood. In the first way rank 0 computes both powers, and rank 1 waits. In the second each rank computes one, and rank 1 sends its own to rank 0, which adds.
-#
-# `compare` warms up, runs the two ways in turns, and keeps the median: you will write such a timer in the exercise. Every round starts with a **barrier**, where each rank waits until all have come.
+# Both ways run in the same two processes and take turns, so that what disturbs one disturbs the other too. In the first way rank 0 computes both powers, and rank 1 waits. In the second each rank computes one, and rank 1 sends its own to rank 0 (`dist.send`, `dist.recv`: a message between two ranks), which adds.
 
 
 # %%
@@ -104,13 +102,11 @@ def make_matrices(size):
 
 
 def on_one(rank, a, b):
-    dist.barrier()
     if rank == 0:
         return tenth_power(a) + tenth_power(b)
 
 
 def on_two(rank, a, b):
-    dist.barrier()
     power = tenth_power(a if rank == 0 else b)
     if rank == 1:
         dist.send(power, dst=0)
@@ -136,10 +132,17 @@ largest, _ = launch(difference, 2, 512)
 print("largest relative difference below 1e-6:", largest < 1e-6)
 assert largest < 1e-6
 
+# %%
+print("largest relative difference:", largest)
+
 # %% [markdown]
-# On equal devices the difference is exactly 0: the same products in the same order, only elsewhere. The tolerance is for two GPUs of different kinds, which may order the additions inside a product differently.
+# A difference of 0 means: the same products, with their additions in the same order, only elsewhere. The tolerance is for devices of different kinds, which may order the additions inside a product differently.
 #
-# **Predict.** Four sizes of matrix: 64, 256, 1024 and 2048 rows. For each write down how many times faster two devices are. Is there a size where they are *slower*?
+# ## Measure so that the number can be believed
+#
+# A **barrier** is a point where each rank waits until all have come. Both ways start at a barrier, and the clock starts after it, so that nobody pays for the other's lateness. The clock stops when one number of the result has been read: a GPU answers only when it is done. The first round warms up and does not count. The order changes from round to round.
+#
+# **Predict.** How many times as fast are two devices with matrices of 64 rows, of 256, and of 2048? Is there a size where they are *slower* than one?
 
 # %%
 SIZES = [64, 128, 256, 512, 1024, 2048]
@@ -148,23 +151,36 @@ ROUNDS = {64: 21, 128: 21, 256: 21, 512: 11, 1024: 7, 2048: 3}
 
 def race(size, rounds):
     rank, (a, b) = dist.get_rank(), make_matrices(size)
-    return compare(
-        {"one": lambda: on_one(rank, a, b), "two": lambda: on_two(rank, a, b)}, repeat=rounds
+    seconds = {on_one: [], on_two: []}
+    for number in range(rounds + 1):
+        for way in [on_one, on_two] if number % 2 else [on_two, on_one]:
+            dist.barrier()
+            start = time.perf_counter()
+            total = way(rank, a, b)
+            if rank == 0:
+                total[0, 0].item()  # now it is done, also on a GPU
+            seconds[way].append(time.perf_counter() - start)
+    one, two = (Timing(tuple(runs[1:])) for runs in seconds.values())
+    return Comparison({"one": one, "two": two})
+
+
+def table(results):
+    return speedup_table(
+        (f"{n} × {n}", result["one"], result["two"], 2) for n, result in results.items()
     )
 
 
 in_torch = {}
 for size in tqdm(SIZES, desc="PyTorch"):
     in_torch[size], _ = launch(race, 2, size, ROUNDS[size])  # rank 0 has the result
-
-print(speedup_table((f"{n} × {n}", in_torch[n]["one"], in_torch[n]["two"], 2) for n in SIZES))
+print(table(in_torch))
 
 # %% [markdown]
-# **Speed-up** is the time on one device over the time on two. **Efficiency** is the speed-up divided by the number of devices: how much of what you pay for you get. Look down the last two columns. Small matrices are slower on two devices, and large ones approach 2×.
+# **Speed-up** is how many times as fast two devices are: the time on one over the time on two, divided within each round. The table shows the median of the rounds, and the range in which the middle half of them lies. **Efficiency** is the speed-up divided by the number of devices: what you get of what you pay for. Compare the first and the last line with your prediction.
 #
 # ## The same in TensorFlow, over gRPC
 #
-# The book used TensorFlow, so it gets its answer there too: two servers on pinned cores, as in lesson 01. The matrices are made where they are needed, before the clock starts. The result is summed up to one number on the device, so that reading it costs no transfer of its own.
+# The book used TensorFlow, so it gets its answer there too: two servers on pinned cores, as in lesson 01. The matrices are made where they are needed, before the clock starts, and again one number of the result is read. `compare` is the timer that you have just seen: warm-up, turns, medians. This cell takes the longest, about 15 s on two idle cores.
 
 
 # %%
@@ -173,10 +189,11 @@ def race_in_tensorflow(size, rounds):
 
     config = json.loads(os.environ["TF_CONFIG"])
     cluster, index = tf.train.ClusterSpec(config["cluster"]), config["task"]["index"]
-    one_thread = tf.compat.v1.ConfigProto(
+    # One thread computes; the server needs others to talk to its peer and to the client.
+    threads = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=1, inter_op_parallelism_threads=4
     )
-    tf.distribute.Server(cluster, "worker", index, config=one_thread)
+    tf.distribute.Server(cluster, "worker", index, config=threads)
     if index > 0:
         return None  # its server works on until both have returned
     tf.config.experimental_connect_to_cluster(cluster, job_name="client")
@@ -196,30 +213,26 @@ def race_in_tensorflow(size, rounds):
             with tf.device(device_of_b):
                 power_b = tenth_power(b)
             with tf.device(first):
-                return tf.reduce_sum(power_a + power_b)
+                return (power_a + power_b)[0, 0]
 
         return lambda: run(a, b).numpy()
 
     one, two = both_powers(first), both_powers(second)
     assert np.isclose(one(), two(), rtol=1e-6), "two devices must give the sum of one"
-    return compare({"one": one, "two": two}, repeat=rounds)
+    return compare({"one": one, "two": two}, repeat=rounds, warmup=0)  # the assert warmed up
 
 
 in_tensorflow = {}
 for size in tqdm(SIZES, desc="TensorFlow"):
     in_tensorflow[size], _ = launch(
-        race_in_tensorflow, None, size, ROUNDS[size],
-        framework="tensorflow", roles={"worker": 2},
-    )  # fmt: skip
-
-print(
-    speedup_table(
-        (f"{n} × {n}", in_tensorflow[n]["one"], in_tensorflow[n]["two"], 2) for n in SIZES
+        race_in_tensorflow, 2, size, ROUNDS[size], framework="tensorflow", roles={"worker": 2}
     )
-)
+print(table(in_tensorflow))
 
 # %% [markdown]
 # ## The answer: the crossover
+#
+# The **crossover** is the size from which on two devices are always faster than one.
 
 
 # %%
@@ -228,7 +241,6 @@ def speedups(results):
 
 
 def crossover(results):
-    """The size from which on two devices are always faster."""
     slower = [n for n, gain in zip(SIZES, speedups(results), strict=True) if gain.median <= 1]
     later = [n for n in SIZES if not slower or n > max(slower)]
     return f"from {later[0]} rows" if later else "at no size here"
@@ -243,13 +255,13 @@ for label, results in {"PyTorch": in_torch, "TensorFlow": in_tensorflow}.items()
     ax.errorbar(SIZES, middle, yerr=[below, above], label=label, capsize=3)
 ax.axhline(1, color="black", linestyle=":", marker="")
 ax.axhline(2, color="black", linestyle=":", marker="")
-ax.text(SIZES[-1], 0.93, "below: one device is faster", fontsize=9, ha="right")
+ax.text(SIZES[-1], 0.05, "below 1: one device is faster", fontsize=9, ha="right")
 ax.text(SIZES[0], 2.04, "perfect: 2×", fontsize=9)
 ax.set_xscale("log", base=2)
 ax.set_xticks(SIZES, SIZES)
 ax.set(xlabel="rows of the matrices", ylabel="speed-up on two devices (×)", ylim=(0, 2.2))
 ax.set_title(f"The second device pays {crossover(in_torch)} (PyTorch)")
-ax.legend(loc="lower right")
+ax.legend(loc="center right")
 plots.show(
     fig,
     name="speed-up-against-size",
@@ -264,7 +276,7 @@ for label, results in {"PyTorch": in_torch, "TensorFlow": in_tensorflow}.items()
     print(f"{label:10}  pays {crossover(results)};  2048 rows: {speedups(results)[-1]}")
 
 # %% [markdown]
-# The markers are medians, the bars hold the middle half of the rounds. The **crossover** is the size where a curve passes 1. Left of it the second device costs more than it gives, because some costs do not shrink with the work: waking the other process, a message, the wait for the slower one. So the old advice, *with too little data use one device*, is true, and now it has a number. The number belongs to your machine; the shape is everybody's.
+# The markers are medians, the bars hold the middle half of the rounds. Where a bar reaches across 1, your machine has not decided; other programs at work are the usual reason. Left of the crossover the second device costs more than it gives, because some costs do not shrink with the work: waking the other process, and a message. So the old advice, *with too little data use one device*, has a number now. It belongs to your machine.
 #
 # ## Are both devices at work?
 #
@@ -300,13 +312,29 @@ plots.show(
 )
 
 # %% [markdown]
-# In the middle phase you pay for two devices and use one. Whenever a run on two devices is no faster than on one, this picture is the first thing to look at.
+# In the phase *one device* only one should be at work, though you have two. Whenever a run on two devices is no faster than on one, this picture is the first thing to look at. Look also at the phase *before*: where it is not near 0 %, other programs use your cores, and every number on this page suffers.
 #
 # ## Four mistakes in the old measurement
 #
-# The listing of 2016 makes four mistakes that people still make. Here is each of them alone, and what it does to the number.
+# This is the shape of the program of 2016, in our words. Its four mistakes are still made.
 #
-# **1. It computes another power.** Its recursion stops one step too late: it multiplies $n + 1$ factors.
+# ```python
+# start = now()
+# with Session() as session:                                     # 2. inside the clock
+#     session.run(power(A, 10) + power(B, 10), feed=matrices)    # 1. 11 factors   3. once
+# print("one GPU:", now() - start)                               # 4. it goes first
+#
+# start = now()
+# with Session() as session:
+#     session.run(...)                                           # the same, on two GPUs
+# print("two GPUs:", now() - start)
+# ```
+#
+# Here is each mistake alone, and what it does to the number.
+#
+# ### 1. Another power
+#
+# Its recursion stops one step too late: it multiplies $n + 1$ factors.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -328,7 +356,9 @@ print("equals the 11th power:", np.array_equal(old, np.linalg.matrix_power(A, 11
 print(f"products: {products}, where 9 would do one by one, and 4 with squares")
 
 # %% [markdown]
-# **2. Its clock also times the start of the session, and the feeding of the matrices.** In 2016 the data went in with each `session.run`. This cell runs one device both ways: the clock around everything, and the clock around the computation only.
+# ### 2. The clock runs while the program gets ready
+#
+# In 2016 a program described its computation as a graph, opened a **session** to run it, and fed the data in with each run. This cell times one device both ways: the clock around all of that, and the clock around the computation only.
 
 
 # %%
@@ -358,7 +388,9 @@ def session_and_feeding(size):
 print(clocks)
 
 # %% [markdown]
-# **3. It runs once.** The first run pays for waking up libraries and memory. Here is the same work, run seven times in a fresh process.
+# ### 3. One run
+#
+# The first run pays for waking up libraries and memory. Here are seven runs of the sum on one PyTorch device, in a fresh process.
 
 
 # %%
@@ -377,12 +409,18 @@ print("run 1 to 7, ms:", [round(1000 * s, 2) for s in seconds])
 print(f"the first run takes {seconds[0] / np.median(seconds[1:]):.1f} times as long as the others")
 
 # %% [markdown]
-# **4. The single device goes first, and so pays for the start of both.** Here are the two ways, each run once without warm-up, in fresh processes: in the order of 2016, then swapped.
+# ### 4. The single device goes first
+#
+# So it pays for the start of both. Here are the two ways, each run once without warm-up, in fresh processes: in the order of 2016, then swapped. (The link between the ranks is opened before, so that only the order differs.)
+#
+# **Predict.** Which order claims the larger speed-up?
 
 
 # %%
 def once(size, one_first):
     rank, (a, b) = dist.get_rank(), make_matrices(size)
+    link = torch.zeros(1, device=my_device())
+    dist.send(link, dst=0) if rank == 1 else dist.recv(link, src=1)  # opens the link
     seconds = {}
     for way in [on_one, on_two] if one_first else [on_two, on_one]:
         dist.barrier()
@@ -401,7 +439,7 @@ for order, one_first in {"one device first": True, "two devices first": False}.i
 print(f"{'honestly measured':18} {honest}")
 
 # %% [markdown]
-# The order alone decides what is "measured". Whatever runs first looks slow, so the same program can be made to prove either side. Warm up, take turns, repeat, and show the spread: that is all `compare` does.
+# The same program, the same machine, one swap of two lines. Whatever runs first looks slow, so the order can prove either side. Warm up, take turns, repeat, and show the spread.
 #
 # ## Where is the rest of the 2×?
 #
@@ -466,6 +504,7 @@ for row, share in enumerate(shares.values()):
             edgecolor="white", label=label if row == 0 else None,
         )  # fmt: skip
 ax.set_yticks(range(len(taken)), [f"{n} rows" for n in taken])
+ax.invert_yaxis()
 ax.grid(axis="y", visible=False)
 ax.set(xlabel="share of rank 0's time on two devices (%)", ylabel="matrices", xlim=(0, 100))
 small, large = shares[128][1], shares[1024][1]
@@ -480,11 +519,11 @@ plots.show(
 )
 
 # %% [markdown]
-# The sum is not what is missing: the law would allow nearly 2× at both sizes. The message is. Computing grows with the cube of the size, transfer with its square, so the share of the transfer falls as matrices grow, and the curve climbs towards 2×. In training it is the same: more computing for each byte that is sent means better scaling. Larger micro-batches are one way to get there.
+# Compare the limit of the law with what was measured: the sum is not what is missing. Waiting and the message are, and their share is smaller for the larger matrices. That is arithmetic: a product of two matrices with $n$ rows takes $2n^3$ operations, and one matrix has $n^2$ numbers. From 128 to 1024 rows that is 512 times the computing, but 64 times the bytes. Remember the question, training will ask it again: how much is computed for each byte that is sent?
 #
 # ## Break it: the message that never comes
 #
-# The classic failure of sending by hand: somebody forgets a `send`, or sends only in some branch. Nothing is wrong on any one rank. Rank 0 waits, and a real job would sit there until somebody looks. Here the launch has a deadline of three seconds.
+# The classic failure of sending by hand: somebody forgets a `send`, or sends only in some branch. No rank has an error. Rank 0 waits, and a real job would sit there until somebody looks. Here the launch has a deadline of three seconds.
 
 
 # %%
@@ -492,32 +531,30 @@ plots.show(
 def forgot_to_send():
     power = torch.ones(2, 2, device=my_device())
     if dist.get_rank() == 0:
-        dist.recv(power, src=1)  # rank 1 never sends
-    else:
-        time.sleep(600)  # rank 1 is busy with something else
+        dist.recv(power, src=1)  # rank 1 never sends: it just returns
 
 
 try:
     launch(forgot_to_send, 2, timeout=3)
 except LaunchTimeout as error:
-    stacks = str(error)
+    report = str(error)
     print("ended by the deadline: True")
-    print("the stacks name recv on rank 0:", "recv" in stacks)
+    print("the report names recv on rank 0:", "rank 0 waits in recv" in report)
 else:
     raise AssertionError("a missing message went unnoticed")
 
 # %% [markdown]
-# This is what the deadline printed. Read it from the top: which rank waits, in which call, on which line.
+# This is the report. For each rank it has the **stack**: the calls that the rank was in, innermost last. Read its headline first: which rank waits, in which call, on which line.
 
 # %%
-print(stacks.replace(os.path.dirname(os.path.dirname(torch.__file__)), "…"))
+print(report)
 
 # %% [markdown]
 # The cure is always the same: every receive needs a send that runs on every path. Collectives such as all-reduce are easier to get right, because all ranks call the same line.
 #
 # ## What this machine cannot show
 #
-# GPUs multiply far faster than a core, while messages do not speed up as much. So on GPUs the crossover lies at larger matrices, and the link between them (PCIe or NVLink) decides where. Two cores also share one memory bus, two GPUs do not. The chapter's own size, 10 000 rows on two Tesla K40c, cannot be repeated here. Results on real GPUs: not measured yet.
+# Where the crossover of two GPUs lies depends on how fast they multiply and how fast the link between them is; neither is a core's. The chapter's own case, 10 000 rows on two GPUs, was not repeated here. Results on real GPUs: **not measured** yet.
 #
 # ## Then → now
 #
@@ -535,7 +572,7 @@ print(stacks.replace(os.path.dirname(os.path.dirname(torch.__file__)), "…"))
 #
 # ## Recap
 #
-# Two devices pay once the work is large against the cost of bringing it together. A speed-up without warm-up, turns and spread can say anything. Where two devices are not faster, look whether both are at work, then where the waiting is.
+# Two devices pay once the work is large against the cost of bringing the results together. A speed-up without warm-up, turns and spread can say anything. Where two devices are not faster, look whether both are at work, then where they wait.
 #
 # 1. Two devices take 6 ms where one takes 9 ms. What are speed-up and efficiency?
 # 2. Your colleague measures "2.4× on two GPUs". What do you ask first?
@@ -544,7 +581,9 @@ print(stacks.replace(os.path.dirname(os.path.dirname(torch.__file__)), "…"))
 # <details><summary>Answers</summary>
 #
 # 1. 1.5×, and 75 %.
-# 2. Which one ran first, and was there a warm-up? More than 2× from two devices is nearly always a measuring mistake.
+# 2. Which one ran first, was there a warm-up, and what is the spread? More than twice as fast on two devices should make you suspect the measurement.
 # 3. Computing 8 times, transfer 4 times: so the speed-up improves.
 #
 # </details>
+#
+# Go on with [exercise 02](../exercises/02_two_devices_one_sum.ipynb).
