@@ -406,7 +406,7 @@ else:
     raise AssertionError("tensors on two devices were added")
 
 # %% [markdown]
-# With a GPU the message begins with [`Expected all tensors to be on the same device`](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/TensorIterator.cpp). Look for a model that was moved and a batch that was not, or the other way round: print the `.device` of both, and move the batch.
+# With a GPU the message begins with `Expected all tensors to be on the same device`; [only copies may cross](https://docs.pytorch.org/docs/stable/notes/cuda.html). Look for a model that was moved and a batch that was not, or the other way round: print the `.device` of both, and move the batch.
 #
 # Asking for a device that is missing fails at once, too:
 
