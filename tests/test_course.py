@@ -249,7 +249,7 @@ def test_readme_table(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("# Course\n")
     expect(checks.check_readme(tmp_path), "stands between")
-    readme.write_text("# Course\n\n<!-- lessons -->\nold\n<!-- end of lessons -->\n\nmore\n")
+    readme.write_text("# Course\n\n<!-- lessons -->\nold\n<!-- /lessons -->\n\nmore\n")
     expect(checks.check_readme(tmp_path), "out of step")
     checks.check_readme(tmp_path, write=True)
     expect(checks.check_readme(tmp_path), None)

@@ -30,7 +30,7 @@ from nbformat import NotebookNode  # noqa: E402
 COMPARED = "NBVAL_CHECK_OUTPUT"
 COMPARED_TAG = "nbval-check-output"
 FIGURE_LIMIT = 100 * 1024  # bytes of an image as stored
-MARKS = ("<!-- lessons -->", "<!-- end of lessons -->")
+MARKS = ("<!-- lessons -->", "<!-- /lessons -->")
 
 
 class Html(html.parser.HTMLParser):
