@@ -59,7 +59,6 @@ def execute(notebook: NotebookNode, path: Path) -> None:
             text = f"{path.name}, cell {started[-1] if started else 1} failed: {error}"
             raise ExecutionFailed(f"{text}\n{last_words}".rstrip()) from error
     for number, cell in enumerate(notebook.cells, 1):
-        cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
             tidy(output, f"{path.name}, cell {number}", compared=COMPARED in cell.source)
 
