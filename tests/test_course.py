@@ -127,9 +127,11 @@ def test_stored_as_executed():
 
 
 def test_compared_cells():
-    marked = code("# NBVAL_CHECK_OUTPUT\n1", result("1"))
-    expect(checks.check_compared(notebook(marked, marked, marked), 3), None)
-    expect(checks.check_compared(notebook(marked, marked), 3), "2 compared cells, at least 3")
+    def marked(number):
+        return [code("# NBVAL_CHECK_OUTPUT\n1", result("1")) for _ in range(number)]
+
+    expect(checks.check_compared(notebook(*marked(3)), 3), None)
+    expect(checks.check_compared(notebook(*marked(2)), 3), "2 compared cells, at least 3")
     expect(checks.check_compared(notebook(code("1", result("1"))), 1), "0 compared")
     expect(checks.check_compared(notebook(code("# NBVAL_CHECK_OUTPUT")), 1), "0 compared")
     # nbval compares neither a picture nor a cell without a count.
