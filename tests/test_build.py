@@ -391,6 +391,7 @@ def test_setup_cell_installs_and_changes_nothing_preinstalled(tmp_path):
     # The machine's pip settings must not bring in an index: this test needs no network.
     env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
     env |= {"PIP_CONFIG_FILE": os.devnull, "KAGGLE_KERNEL_RUN_TYPE": "Batch"}
+    env.pop("PYTHONPATH", None)  # it may lead to this course's own package
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "-q", write_lib(tmp_path, "1.0")], env=env, check=True)
     repository = tmp_path / "course"
