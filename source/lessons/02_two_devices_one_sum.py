@@ -177,7 +177,7 @@ for size in tqdm(SIZES, desc="PyTorch"):
 print(table(in_torch))
 
 # %% [markdown]
-# **Speed-up** is how many times as fast two devices are: the time on one over the time on two, divided within each round. The table shows the median of the rounds, and the range in which the middle half of them lies. **Efficiency** is the speed-up divided by the number of devices: what you get of what you pay for. Compare the first and the last line with your prediction.
+# **Speed-up** is how many times as fast two devices are: the time on one over the time on two, divided within each round. The table shows the median of the rounds, and the range in which the middle half of them lies. **Efficiency** is the speed-up divided by the number of devices: what you get of what you pay for. Compare the first and the last line with your prediction. Should a line claim more than 2×, distrust it: the largest size has only two rounds, and a neighbour on the machine can spoil one.
 #
 # ## The same in TensorFlow, over gRPC
 #
