@@ -32,6 +32,7 @@
 # %%
 import json
 import os
+import sys
 import time
 
 # TensorFlow's notices of its own housekeeping would hide what the lesson prints.
@@ -172,7 +173,7 @@ def table(results):
 
 
 in_torch = {}
-for size in tqdm(SIZES, desc="PyTorch"):
+for size in tqdm(SIZES, desc="PyTorch", file=sys.stdout):
     in_torch[size], _ = launch(race, 2, size, ROUNDS[size])  # rank 0 has the result
 print(table(in_torch))
 
@@ -225,7 +226,7 @@ def race_in_tensorflow(size, rounds):
 
 
 in_tensorflow = {}
-for size in tqdm(SIZES, desc="TensorFlow"):
+for size in tqdm(SIZES, desc="TensorFlow", file=sys.stdout):
     in_tensorflow[size], _ = launch(
         race_in_tensorflow, 2, size, ROUNDS[size], framework="tensorflow", roles={"worker": 2}
     )
@@ -257,13 +258,13 @@ for label, results in {"PyTorch": in_torch, "TensorFlow": in_tensorflow}.items()
     ax.errorbar(SIZES, middle, yerr=[below, above], label=label, capsize=3)
 ax.axhline(1, color="black", linestyle=":", marker="")
 ax.axhline(2, color="black", linestyle=":", marker="")
-ax.text(SIZES[-1], 0.05, "below 1: one device is faster", fontsize=9, ha="right")
+ax.text(SIZES[0], 0.05, "below 1: one device is faster", fontsize=9)
 ax.text(SIZES[0], 2.04, "perfect: 2×", fontsize=9)
 ax.set_xscale("log", base=2)
 ax.set_xticks(SIZES, SIZES)
 ax.set(xlabel="rows of the matrices", ylabel="speed-up on two devices (×)", ylim=(0, 2.2))
 ax.set_title(f"The second device pays {crossover(in_torch)} (PyTorch)")
-ax.legend(loc="center right")
+ax.legend(loc="lower right")
 plots.show(
     fig,
     name="speed-up-against-size",
@@ -284,7 +285,7 @@ for label, results in {"PyTorch": in_torch, "TensorFlow": in_tensorflow}.items()
 #
 # On a GPU machine people run `nvidia-smi` before and during training, to see whether the second GPU does anything. `watch` makes that picture for cores and for GPUs: first nothing, then one device, then both.
 #
-# **Predict.** While rank 0 computes both powers, rank 1 waits at a barrier. Is its device busy or idle?
+# **Predict.** While rank 0 computes both powers, rank 1 waits for a message. Is its device busy or idle?
 
 
 # %%
@@ -322,14 +323,10 @@ plots.show(
 #
 # ```python
 # start = now()
-# with Session() as session:                                     # 2. inside the clock
-#     session.run(power(A, 10) + power(B, 10), feed=matrices)    # 1. 11 factors   3. once
-# print("one GPU:", now() - start)                               # 4. it goes first
-#
-# start = now()
-# with Session() as session:
-#     session.run(...)                                           # the same, on two GPUs
-# print("two GPUs:", now() - start)
+# with Session() as session:      # 2. the clock runs while it starts
+#     session.run(                # 3. once
+#         power(A, 10) + power(B, 10), feed=matrices)   # 1. 11 factors
+# print(now() - start)            # 4. one GPU goes first, then two
 # ```
 #
 # Here is each mistake alone, and what it does to the number.
