@@ -40,7 +40,7 @@ def test_full_marks_are_printed_in_words():
     score, out, err = run_check(GOOD)
     assert score == 3 and score.points == 3 and err == ""
     assert out.count("passed:") == 3 and "FAILED" not in out and "hint(" not in out
-    assert "practice" in out, "it says that the local check is formative"
+    assert "Practice" in out, "it says that the local check is formative"
 
 
 def test_first_failing_property_stands_first_then_the_hint():
@@ -321,6 +321,8 @@ def test_helpers_cope_with_anything():
     for junk in (None, True, "1", [], {}, 10**400, -(10**400), {"$": "NaN"}, [[1], 2]):
         assert not close(junk, 1.0) and not same_matrix(junk, [[1, 2], [3, 4]])
         assert describe(junk) and item(junk, 7) is item(junk, "no")
+    assert describe([]) == "an empty list or tuple" and describe({"a": 1}) == "a dict of 1 entry"
+    assert describe([1, 2]) == "a list or tuple of 2 entries"
     assert close(1.0 + 1e-9, 1) and not close(1.001, 1) and not close(True, 1)
     assert same_matrix([[1, 2], [3, 4.0]], [[1, 2], [3, 4]])
     with pytest.raises(ValueError):

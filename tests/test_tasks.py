@@ -100,6 +100,58 @@ def test_wrong_answer_gets_what_it_declares(task, wrong):
         assert points(task.mark(inputs, answer(task, wrong.source, inputs))) == wrong.score
 
 
+SAYS = [
+    ("01-round-robin", "an error that does not say what is missing", "mentions no device"),
+    ("01-sum-of-products", "multiplies element by element", "it is the element-wise product"),
+    ("01-placement-log", "takes eager execution for placement", "name, such as 'MatMul'"),
+    ("01-placement-log", "keyed by the operation's type", "FAILED: each operation .*not judged"),
+    ("00-practice", "samples are split", "a sample is split: one of the numbers is not whole"),
+    ("02-matpow", "halves, but computes each half twice", r"computed \d+ times, keep it"),
+    ("02-timer", "the time module, not the given clock", "`clock` was never called"),
+    ("02-speedup", "rounded to two digits", "did you round"),
+    ("02-speedup", "devices counted from 0", "first entry of row 1 .* counted from 1"),
+]
+
+
+@pytest.mark.parametrize(("task_id", "name", "words"), SAYS, ids=[name for _, name, _ in SAYS])
+def test_the_message_names_the_mistake(task_id, name, words):
+    task = all_tasks()[task_id]
+    wrong = next(wrong for wrong in task.wrong if wrong.name == name)
+    assert re.search(words, checked(task, wrong.source)[1])
+
+
+def test_a_product_is_said_to_be_computed_again_only_when_it_is():
+    task = all_tasks()["02-matpow"]
+    chain = next(wrong for wrong in task.wrong if wrong.name == "n - 1 products")
+    printed = checked(task, chain.source)[1]
+    assert "too many" in printed and "computed" not in printed
+
+
+def test_a_number_is_no_matrix():
+    start = "def matpow(m, n, product):\n    return product(1, m)\n"
+    score, printed = checked(all_tasks()["02-matpow"], start)
+    assert score == 0 and "product(a, b) takes matrices; got int" in printed
+
+
+def test_one_wrong_key_is_quoted_shortened_and_escaped():
+    source = SOLUTIONS["01-placement-log"].replace("def read_placement", "def right")
+    source += """
+def read_placement(log):
+    return right(log) | {"\\x1b[31m" + "x" * 60: "/job:none"}
+"""
+    score, printed = checked(all_tasks()["01-placement-log"], source)
+    assert score == 2 and "1 of your 7 keys is no operation's name" in printed
+    assert "such as '\\x1b[31m" + "x" * 35 + "'…" in printed and "\x1b" not in printed
+
+
+def test_no_operation_of_a_log_has_two_devices():
+    """The exercise promises it."""
+    for seed in SEEDS:
+        for log in all_tasks()["01-placement-log"].inputs(seed):
+            pairs = set(re.findall(r"(\S+): \(\w+\): (/job:\S+)$", log, re.MULTILINE))
+            assert len(pairs) == len(dict(pairs))
+
+
 def test_inputs_are_json_and_depend_on_the_seed_alone(task):
     drawn = [task.inputs(seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] == copy_json(drawn[0])

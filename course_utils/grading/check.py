@@ -12,7 +12,7 @@ from .tasks import get_task
 from .wire import plain
 
 PUBLIC_SEED = 2026
-_PRACTICE = "For practice only: these inputs are public; a grader draws others."
+_PRACTICE = "(Practice score. If you are graded, the grader uses other inputs.)"
 
 
 def check(task_id: str) -> Score:

@@ -177,16 +177,22 @@ def item(value: Any, key: Any) -> Any:
     return _NOTHING
 
 
+def count(number: int, noun: str, plural: str = "") -> str:
+    """The number with its noun: "1 time", "4 times", "2 entries"."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def describe(value: Any) -> str:
     """What kind of value this is, in words; never its content."""
     if type(value) is dict and set(value) == {"$"}:
         return str(value["$"])
+    if type(value) in (list, dict):
+        kind = "list or tuple" if type(value) is list else "dict"
+        return f"a {kind} of {count(len(value), 'entry', 'entries')}" if value else f"an empty {kind}"
     return {
         "NoneType": "nothing (None)",
         "bool": "True or False",
         "int": "a whole number",
         "float": "a number",
         "str": "text",
-        "list": f"a list or tuple of {len(value) if type(value) is list else 0}",
-        "dict": f"a dict of {len(value) if type(value) is dict else 0}",
     }.get(type(value).__name__, "nothing")

@@ -31,6 +31,9 @@
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("01-round-robin")` is a nudge, `hint("01-round-robin", level=2)` the way, `level=3` nearly the code. A check that never ends is a loop in your code: stop it with the notebook's stop button.
 
+# %% [markdown]
+# First the imports. On a machine without an NVIDIA GPU, TensorFlow says here that it could not find cuda drivers. That is expected: this exercise needs no GPU.
+
 # %%
 import os
 
@@ -57,7 +60,7 @@ for device in tf.config.list_logical_devices("CPU"):
 #
 # `round_robin(["a", "b", "c"], ["/cpu:0", "/cpu:1"])` returns `{"a": "/cpu:0", "b": "/cpu:1", "c": "/cpu:0"}`.
 #
-# There may be fewer jobs than devices, or no job at all. Where there is no *device*, no plan is right: raise a `ValueError` whose text says so.
+# There may be fewer jobs than devices, or no job at all. Where there is no *device*, no plan is right: raise a `ValueError` whose message says so (the check looks for the word "device" in it).
 
 
 # %% task="01-round-robin"
@@ -85,7 +88,7 @@ check("01-round-robin")
 #
 # You get pairs of matrices, and one device name for each pair. Compute the product A·B of pair 0 on device 0 of the list, that of pair 1 on device 1, and so on. A name may appear more than once. Then add all products on `/cpu:0`.
 #
-# Return both: the list of products, and their sum. The check looks at the values and at each tensor's `.device`.
+# Return both: the list of products, and their sum. The check looks at the values and at each tensor's `.device`. It calls your function inside `with tf.device("/cpu:1"):`, so nothing is on `/cpu:0` just because that is the default.
 #
 # A warning from the lesson: with soft placement on, a device that does not exist is no error. The operation runs somewhere else, and only `.device` tells.
 
@@ -129,7 +132,7 @@ check("01-sum-of-products")
 # I0000 00:00:1795230922.301654    6756 direct_session.cc:382] Device mapping: no known devices.
 # ```
 #
-# A placement is written `name: (Type): device`. TensorFlow writes it to stdout as it is, and to stderr with a time stamp before it. A log that caught both has some lines twice, one that caught one of them has them once, in either form. The other lines are no placements.
+# A placement is written `name: (Type): device`. TensorFlow writes it to stdout as it is, and to stderr with a time stamp before it. A log that caught both has some lines twice, one that caught one of them has them once, in either form. The other lines are no placements. Operations of the types `_Arg` and `_Retval`, a function's inputs and results, are placed like any other: they count. In the logs of the check no name has two different devices.
 #
 # Turn such a log into a dict. The key is the operation's *name* (`layer/product`, not `MatMul`: two operations may have the same type). The value is the *full* name of its device, `/job:localhost/replica:0/task:0/device:CPU:1`: in a cluster, `CPU:1` alone could be on any machine.
 

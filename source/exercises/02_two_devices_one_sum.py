@@ -18,7 +18,7 @@
 # %% [markdown]
 # # Exercise 02: a fast power, an honest timer, a speed-up table
 #
-# You write the three tools with which lesson 02 answered its question: a power that multiplies seldom, a timer that can be trusted, and the table of speed-up and efficiency.
+# You write the three tools with which lesson 02 answered its question: a power that needs few products, a timer that can be trusted, and the table of speed-up and efficiency.
 #
 # | | |
 # |---|---|
@@ -113,7 +113,7 @@ def measure(fn, sync, repeat, clock):
 
 
 # %% [markdown]
-# Which of the four classic mistakes does it avoid?
+# Does it avoid the four mistakes: the first call counted, no `sync` before the run, no `sync` after it, the mean instead of the median?
 
 # %% test="02-timer"
 check("02-timer")
@@ -152,4 +152,4 @@ check("02-speedup")
 # %% [markdown]
 # ## Done?
 #
-# You have now written what `course_utils.timing` does for all later lessons. One way to solve each task is in the [solution of exercise 02](../solutions/02_two_devices_one_sum.ipynb). Compare it with yours after you have tried.
+# You have now written the core of `course_utils.timing`, which measures in all later lessons. It does one thing more: to compare functions it lets them take turns, one run of each in every round, so that a slow moment of the machine does not fall on one of them alone. One way to solve each task is in the [solution of exercise 02](../solutions/02_two_devices_one_sum.ipynb). Compare it with yours after you have tried.

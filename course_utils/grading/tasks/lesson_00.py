@@ -24,21 +24,23 @@ def _expected(inputs: list[list[int]]) -> list[dict[str, int]]:
 
 
 def _judge(inputs: Any, expected: list[dict[str, int]], got: Any) -> list[Finding]:
-    shapes, sums, fair = "", "", ""
+    shapes = sums = fair = ""
     for number, ((batch, world), case) in enumerate(zip(inputs, expected, strict=True)):
         sizes, call = item(got, number), f"for {batch} samples on {world} ranks"
         if not is_list(sizes, case["ranks"]) or not all(is_number(size) for size in sizes):
             problem = f"{call} this is not a list with one number for each rank"
             shapes, sums, fair = shapes or problem, sums or problem, fair or problem
             continue
-        if sum(sizes) != case["samples"]:
+        if any(size != int(size) for size in sizes):
+            shapes = shapes or f"{call} a sample is split: one of the numbers is not whole"
+        if abs(sum(sizes) - case["samples"]) > 1e-6:  # 22 / 5, five times, is not quite 22
             sums = sums or f"{call} the numbers add up to {sum(sizes):g}"
-        if max(sizes) - min(sizes) > 1 or any(size != int(size) for size in sizes):
-            fair = fair or f"{call} two ranks differ by more than one sample, or a sample is split"
+        if max(sizes) - min(sizes) > 1:
+            fair = fair or f"{call} two ranks differ by more than one sample"
     return [
-        Finding("one number for each rank", 1, shapes),
+        Finding("one whole number for each rank", 1, shapes),
         Finding("no sample is lost or invented", 2, sums),
-        Finding("no rank has over one sample more than another", 1, fair),
+        Finding("batches differ by at most one sample", 1, fair),
     ]
 
 
@@ -53,7 +55,7 @@ TASKS = (
         expected=_expected,
         judge=_judge,
         hints=(
-            "Try 10 samples on 4 ranks with a pencil. How many samples has nobody?",
+            "Try 10 samples on 4 ranks with a pencil. How many samples go to no rank?",
             "The remainder of the division, `global_batch % world_size`, is smaller than the "
             "number of ranks. So that many ranks can take one sample more.",
             "For each rank: the whole part, plus 1 if `rank < global_batch % world_size`.",
@@ -71,6 +73,12 @@ TASKS = (
                 "    sizes = [global_batch // world_size] * world_size\n"
                 "    sizes[-1] += global_batch % world_size\n"
                 "    return sizes\n",
+                3,
+            ),
+            Wrong(
+                "samples are split",
+                "def local_batches(global_batch, world_size):\n"
+                "    return [global_batch / world_size] * world_size\n",
                 3,
             ),
             Wrong(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ..task import Finding, Task, Wrong, describe, is_list, item, same_matrix
+from ..task import Finding, Task, Wrong, count, describe, is_list, item, same_matrix
 
 # --- 01-round-robin ---------------------------------------------------------------------
 
@@ -23,13 +23,13 @@ def _deal_run(student, inputs: list) -> list:
     answers = []
     for case in inputs:
         try:
-            answers.append(student.round_robin(case["jobs"], case["devices"]))
+            answers.append({"plan": student.round_robin(case["jobs"], case["devices"])})
         except NotImplementedError:
             raise
         except Exception as error:
             if case["devices"]:
                 raise
-            answers.append(type(error).__name__)
+            answers.append({"error": type(error).__name__, "message": str(error)})
     return answers
 
 
@@ -41,19 +41,27 @@ def _deal_expected(inputs: list) -> list:
         hands = {device: case["jobs"][k::n] for k, device in enumerate(case["devices"])}
         answers.append({job: device for device, hand in hands.items() for job in hand})
         if not n:
-            answers[-1] = "ValueError"
+            answers[-1] = None  # no plan is right; what an error must be like, the judge knows
     return answers
+
+
+def _no_device(answer: Any) -> str:
+    """What is wrong with the answer to a plan without devices; empty when nothing is."""
+    error, message = item(answer, "error"), item(answer, "message")
+    if type(error) is not str or type(message) is not str:
+        return "it did not raise"
+    if error != "ValueError":
+        return f"the call raised {error[:40]}"
+    return "" if "device" in message.lower() else "the message of your error mentions no device"
 
 
 def _deal_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     placed = even = order = no_device = ""
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
-        answer, devices = item(got, number), case["devices"]
+        answer, devices = item(item(got, number), "plan"), case["devices"]
         words = f"with {len(case['jobs'])} jobs on {len(devices)} devices, "
         if not devices:
-            if type(answer) is not str or answer != want:
-                raised = type(answer) is str and answer.endswith(("Error", "Exception"))
-                no_device = f"the call raised {answer[:40]}" if raised else "it did not raise"
+            no_device = _no_device(item(got, number))
         elif type(answer) is not dict:
             placed = placed or f"{words}a dict was expected, not {describe(answer)}"
         elif set(answer) != set(case["jobs"]):
@@ -66,12 +74,12 @@ def _deal_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
                 even = even or f"{words}one device has {max(loads) - min(loads)} jobs more"
             if answer != want:
                 order = order or f"{words}a job is not on the device whose turn it was"
-    skipped = "not looked at before every job has its device" if placed else ""
+    skipped = "not judged until every job has its device" if placed else ""
     return [
         Finding("every job is placed, on one of the devices", 1, placed),
         Finding("no device has two jobs more than another", 1, skipped or even),
         Finding("the devices take turns, in their order", 1, skipped or order),
-        Finding("without any device it raises ValueError", 1, no_device),
+        Finding("without any device it raises a ValueError that says so", 1, no_device),
     ]
 
 
@@ -126,6 +134,16 @@ def round_robin(jobs, devices):
             3,
         ),
         Wrong(
+            "an error that does not say what is missing",
+            """
+def round_robin(jobs, devices):
+    if not devices:
+        raise ValueError("bad input")
+    return {job: devices[i % len(devices)] for i, job in enumerate(jobs)}
+""",
+            3,
+        ),
+        Wrong(
             "starts with the second device, and divides by zero",
             """
 def round_robin(jobs, devices):
@@ -173,7 +191,9 @@ def _sum_run(student, inputs: list) -> list:
     answers = []
     for case in inputs:
         pairs = [tuple(tf.constant(m, tf.float32) for m in pair) for pair in case["pairs"]]
-        answer = student.sum_of_products(pairs, case["devices"])
+        # CPU:0 is the default, so a sum without a block of its own would be there by chance.
+        with tf.device("/cpu:1"):
+            answer = student.sum_of_products(pairs, case["devices"])
         if type(answer) in (list, tuple) and len(answer) == 2:
             products, total = answer
             if type(products) in (list, tuple):
@@ -210,6 +230,14 @@ def _ran_on(tensor: Any, device: str) -> bool:
     return type(name) is str and name.endswith(f"/device:CPU:{device[-1]}")
 
 
+def _elementwise(product: Any, pair: list) -> str:
+    """Says so when the product is the element-wise one."""
+    cells = [
+        [x * y for x, y in zip(row, other, strict=True)] for row, other in zip(*pair, strict=True)
+    ]
+    return ": it is the element-wise product" if same_matrix(item(product, "value"), cells) else ""
+
+
 def _sum_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     product_why = total_why = device_why = ""
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
@@ -225,15 +253,16 @@ def _sum_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         for i, goal in enumerate(want["products"]):
             product = item(products, i)
             if not same_matrix(item(product, "value"), goal):
-                product_why = product_why or f"{words}product {i} is not A·B of its pair"
+                slip = _elementwise(product, case["pairs"][i])
+                product_why = product_why or f"{words}product {i} is not A·B of its pair{slip}"
             if not _ran_on(product, case["devices"][i]):
                 device_why = device_why or f"{words}product {i} is not on the device given for it"
         if not same_matrix(item(total, "value"), want["total"]):
             total_why = total_why or f"{words}the total is not the sum of all A·B"
         if not _ran_on(total, "/cpu:0"):
-            device_why = device_why or f"{words}the sum is not on the first device, /cpu:0"
+            device_why = device_why or f"{words}the sum was not computed on /cpu:0"
     if product_why:
-        device_why = "not looked at before the products are right"
+        device_why = "not judged until the products are right"
     return [
         Finding("each product is A·B of its pair", 2, product_why),
         Finding("the total is the sum of the products", 2, total_why),
@@ -267,6 +296,19 @@ import tensorflow as tf
 def sum_of_products(pairs, devices):
     products = [tf.matmul(a, b) for a, b in pairs]
     return products, tf.add_n(products)
+""",
+            4,
+        ),
+        Wrong(
+            "the sum has no device of its own",
+            """
+import tensorflow as tf
+def sum_of_products(pairs, devices):
+    products = []
+    for (a, b), device in zip(pairs, devices):
+        with tf.device(device):
+            products.append(tf.matmul(a, b))
+    return products, sum(products)
 """,
             4,
         ),
@@ -328,7 +370,7 @@ _NOISE = (
     "/job:localhost/replica:0/task:0/device:CPU:0",
 )
 _SCOPES = ("layer", "tower_0", "tower_1", "optimizer/update", "w/Initializer")
-_KINDS = ("MatMul", "AddV2", "Mul", "Const", "Placeholder", "AssignVariableOp", "_Arg")
+_KINDS = ("MatMul", "AddV2", "Mul", "Const", "Placeholder", "AssignVariableOp", "_Arg", "_Retval")
 _PLACES = (
     "/job:localhost/replica:0/task:0/device:CPU:0",
     "/job:localhost/replica:0/task:0/device:CPU:1",
@@ -340,8 +382,8 @@ _PLACES = (
 def _log_inputs(seed: int) -> list:
     rng = random.Random(seed)
     logs = []
-    for count in (6, 14):
-        places = [*_PLACES, *(rng.choice(_PLACES) for _ in range(count - len(_PLACES)))]
+    for size in (6, 14):
+        places = [*_PLACES, *(rng.choice(_PLACES) for _ in range(size - len(_PLACES)))]
         lines = []
         for number, place in enumerate(places):
             # The first two share a type: a dict by type would lose one of them.
@@ -374,6 +416,11 @@ def _log_expected(inputs: list) -> list:
     return answers
 
 
+def _quote(key: str) -> str:
+    """A key of the student's own, escaped and shortened."""
+    return f"{key[:40]!a}" + ("…" if len(key) > 40 else "")
+
+
 def _log_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     names = noise = devices = ""
     for number, want in enumerate(expected):
@@ -381,19 +428,25 @@ def _log_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         if type(answer) is not dict:
             names = names or f"{words}a dict was expected, not {describe(answer)}"
             continue
-        missing, extra = len(set(want) - set(answer)), len(set(answer) - set(want))
+        missing, extra = set(want) - set(answer), [key for key in answer if key not in want]
         if missing:
-            names = names or f"{words}{missing} of the operations are not among the keys"
+            verb = "is" if len(missing) == 1 else "are"
+            names = names or (
+                f"{words}{len(missing)} of the {len(want)} operations {verb} not among the keys"
+            )
         if extra:
-            noise = noise or f"{words}{extra} of the keys are no operation's name"
+            verb = "is" if len(extra) == 1 else "are"
+            noise = noise or (
+                f"{words}{len(extra)} of your {count(len(answer), 'key')} {verb} no operation's "
+                f"name, such as {_quote(extra[0])}"
+            )
         odd = sum(type(answer.get(op)) is not str or answer[op] != want[op] for op in want)
         if odd:
-            devices = devices or f"{words}{odd} of the operations lack their device's full name"
+            verb = "lacks its" if odd == 1 else "lack their"
+            devices = devices or f"{words}{odd} of the operations {verb} device's full name"
     if names:
-        noise, devices = (
-            (noise or "not looked at before every operation is found"),
-            (devices or "not looked at before every operation is found"),
-        )
+        devices = "not judged until every operation is found"
+        noise = noise or devices
     return [
         Finding("every operation is found", 1, names),
         Finding("nothing else is taken for an operation", 1, noise),
@@ -415,8 +468,9 @@ PLACEMENT_LOG = Task(
         "right-hand end? And what do the other lines lack?",
         "A placement line ends with `name: (Type): /job:…`. One regular expression with two "
         "groups finds it at the end of a line; `re.MULTILINE` lets `$` match at every line end.",
-        r"`re.findall(r'(\S+): \(\w+\): (/job:\S+)$', log, re.MULTILINE)` gives pairs of name "
-        "and device, and `dict` makes a mapping of them.",
+        r"The pattern has three parts with `: ` between them: a name without blanks, `(\S+)`; a "
+        r"word in parentheses, which themselves need a backslash; and a second group that begins "
+        r"with `/job:` and ends at `$`. `re.findall` gives pairs, and `dict` takes pairs.",
     ),
     wrong=(
         Wrong(

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from fractions import Fraction
 from typing import Any
 
-from ..task import Finding, Task, Wrong, close, describe, is_list, item, same_matrix
+from ..task import (
+    Finding,
+    Task,
+    Wrong,
+    close,
+    count,
+    describe,
+    is_list,
+    is_number,
+    item,
+    same_matrix,
+)
 
 # --- 02-matpow --------------------------------------------------------------------------
 
@@ -32,6 +44,10 @@ def _power_run(student, inputs: list) -> list:
             return next((i for i, old in enumerate(known) if old is matrix), -1)
 
         def product(a, b, known=known, steps=steps, number=number):
+            for factor in (a, b):
+                if not hasattr(factor, "__len__"):
+                    kind = type(factor).__name__
+                    raise TypeError(f"product(a, b) takes matrices; got {kind}")
             if len(steps) >= 10_000:
                 raise RuntimeError("more than 10 000 products for one power")
             steps.append([number(a), number(b)])
@@ -59,23 +75,24 @@ def _power_expected(inputs: list) -> list:
     return answers
 
 
-def _replay(answer: Any) -> int | None:
-    """The power of m that the steps really give, or None when they give none."""
+def _replay(answer: Any) -> tuple[int | None, int]:
+    """The power of m that the steps really give (or None), and how often one was formed."""
     powers, steps = [1], item(answer, "steps")
     for step in steps if is_list(steps) else [None]:
         left, right = item(step, 0), item(step, 1)
         if not all(type(i) is int and 0 <= i < len(powers) for i in (left, right)):
-            return None
+            return None, 0
         powers.append(powers[left] + powers[right])
     result = item(answer, "result")
-    return powers[result] if type(result) is int and 0 <= result < len(powers) else None
+    power = powers[result] if type(result) is int and 0 <= result < len(powers) else None
+    return power, max(Counter(powers[1:]).values(), default=0)
 
 
 def _power_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     power = few = ""
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         answer, n = item(got, number), case["n"]
-        formed = _replay(answer)
+        formed, times = _replay(answer)
         value = item(answer, "value")
         if not is_list(value):
             power = power or f"for n = {n}: a matrix was expected, not {describe(value)}"
@@ -88,13 +105,15 @@ def _power_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             power = power or f"for n = {n}: the result was changed after the last product"
         # Binary powers need at most 2·log2(n); one last superfluous square is forgiven.
         elif len(answer["steps"]) > 2 * n.bit_length():
-            few = few or f"{len(answer['steps'])} products for n = {n} are too many"
+            again = f": the same product was computed {times} times, keep it and use it again"
+            too_many = f"{len(answer['steps'])} products for n = {n} are too many"
+            few = few or too_many + (again if times > 1 else "")
     return [
         Finding("the result has n factors m", 2, power),
         Finding(
             "the number of products grows like log n",
             2,
-            "not looked at before the power is right" if power else few,
+            "not judged until the power is right" if power else few,
         ),
     ]
 
@@ -169,7 +188,7 @@ def matpow(m, n, product):
 # Each case makes one mistake visible and hides the others. Times are in seconds of a
 # made-up clock; `host` is what a call costs before it returns (in turn, over and over),
 # `device` what it leaves running behind it, `first` the extra cost of the very first call.
-# `late` is the text of what went wrong when the student's figure is too large.
+# `late` is the text of what went wrong when the student's number is too large.
 
 
 def _timer_inputs(seed: int) -> list:
@@ -193,14 +212,14 @@ def _timer_inputs(seed: int) -> list:
 
 
 def _timer_run(student, inputs: list) -> list:
-    """Time a made-up device on a made-up clock: the same figures on every machine."""
+    """Time a made-up device on a made-up clock: the same times on every machine."""
     answers = []
     for case in inputs:
-        world = {"now": 100.0, "busy_until": 100.0, "calls": 0}
+        world = {"now": 100.0, "busy_until": 100.0, "calls": 0, "clock": False}
 
         def fn(case=case, world=world):
             if world["calls"] >= 1000:
-                raise RuntimeError("fn was called more than 1000 times for one figure")
+                raise RuntimeError("fn was called more than 1000 times for one number")
             world["now"] += case["host"][world["calls"] % len(case["host"])]
             world["now"] += 0 if world["calls"] else case["first"]
             world["busy_until"] = max(world["now"], world["busy_until"]) + case["device"]
@@ -210,12 +229,14 @@ def _timer_run(student, inputs: list) -> list:
             world["now"] = max(world["now"], world["busy_until"])
 
         def clock(world=world):
+            world["clock"] = True
             return world["now"]
 
         # Somebody's work is still running on the device when the measurement begins.
         fn_before = case["device"]
         world["busy_until"] += fn_before
-        answers.append(student.measure(fn, sync, case["repeat"], clock))
+        seconds = student.measure(fn, sync, case["repeat"], clock)
+        answers.append({"seconds": seconds, "clock_was_read": world["clock"]})
     return answers
 
 
@@ -233,20 +254,23 @@ _TIMER_TEXTS = {
     "warm": "the first call is not counted",
     "stop": "the clock stops only when the device is done",
     "start": "the clock starts only when the device is idle",
-    "median": "the figure is the median of the runs",
+    "median": "the number is the median of the runs",
 }
 
 
 def _timer_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(_TIMER_TEXTS, "")
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
-        answer = item(got, number)
-        if close(answer, want, relative=1e-6):
+        answer = item(item(got, number), "seconds")
+        clock_was_read = item(item(got, number), "clock_was_read") is True
+        if close(answer, want, relative=1e-6) and clock_was_read:
             continue
         problem = f"seconds were expected, not {describe(answer)}"
-        if type(answer) in (int, float):
-            size = "long" if answer > want else "short"
-            problem = f"with repeat = {case['repeat']} your figure is too {size}"
+        if not clock_was_read:
+            problem = "`clock` was never called; take all times from it, not from the time module"
+        elif type(answer) in (int, float):
+            size = "large" if answer > want else "small"
+            problem = f"with repeat = {case['repeat']} your number is too {size}"
         why[case["about"]] = why[case["about"]] or problem
     return [Finding(text, 1, why[about]) for about, text in _TIMER_TEXTS.items()]
 
@@ -333,6 +357,23 @@ def measure(fn, sync, repeat, clock):
             3,
         ),
         Wrong(
+            "the time module, not the given clock",
+            """
+import statistics, time
+def measure(fn, sync, repeat, clock):
+    fn()
+    runs = []
+    for _ in range(repeat):
+        sync()
+        start = time.perf_counter()
+        fn()
+        sync()
+        runs.append(time.perf_counter() - start)
+    return statistics.median(runs)
+""",
+            0,
+        ),
+        Wrong(
             "all of it at once: one block, divided by the number of runs",
             """
 def measure(fn, sync, repeat, clock):
@@ -376,26 +417,40 @@ def _table_expected(inputs: list) -> list:
     return answers
 
 
+def _off(value: Any, want: float) -> str:
+    """How a value that is not close misses."""
+    rounded = is_number(value) and any(value == round(want, digits) for digits in range(9))
+    return "not exact: did you round?" if rounded else "not what the times say"
+
+
 def _table_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     shape = speedup = efficiency = ""
     for number, want in enumerate(expected):
-        words, table = f"for {len(want)} times, ", item(got, number)
-        if not is_list(table, len(want)):
-            shape = shape or f"{words}there must be one row for each time, not {describe(table)}"
+        words, table = f"with {count(len(want), 'time')}, ", item(got, number)
+        if not is_list(table):
+            shape = shape or f"{words}a list of rows was expected, not {describe(table)}"
+            continue
+        if len(table) != len(want):
+            rows = count(len(want), "row")
+            shape = shape or f"{words}{rows} were expected, not {describe(table)}"
             continue
         for row, (n, gain, share) in zip(table, want, strict=True):
-            if not is_list(row, 3) or type(row[0]) is not int or row[0] != n:
-                shape = (
-                    shape or f"{words}row {n} must have three entries, the first how many devices"
+            if not is_list(row, 3):
+                shape = shape or f"{words}row {n} must have three entries, not be {describe(row)}"
+                continue
+            if type(row[0]) is not int or row[0] != n:
+                shape = shape or (
+                    f"{words}the first entry of row {n} is not its number of devices, "
+                    "which is counted from 1"
                 )
                 continue
             if not close(row[1], gain):
-                size = "inverted" if close(row[1], 1 / gain) else "not what the times say"
+                size = "upside down" if close(row[1], 1 / gain) else _off(row[1], gain)
                 speedup = speedup or f"{words}the speed-up in row {n} is {size}"
             if not close(row[2], share):
-                size = "in percent" if close(row[2], 100 * share) else "not what the times say"
+                size = "in percent" if close(row[2], 100 * share) else _off(row[2], share)
                 efficiency = efficiency or f"{words}the efficiency in row {n} is {size}"
-    skipped = "not looked at before the rows are right" if shape else ""
+    skipped = "not judged until the rows are right" if shape else ""
     return [
         Finding("there is one row for each number of devices", 1, shape),
         Finding("the speed-ups are right", 1, skipped or speedup),
@@ -415,8 +470,9 @@ SPEEDUP = Task(
     hints=(
         "Speed-up says how many times as fast; on one device it is 1. Efficiency says which "
         "part of the n devices did useful work; for a perfect program it is 1 everywhere.",
-        "The time on one device is `seconds[0]`. Divide it by each time for the speed-up, and "
-        "that by the number of devices for the efficiency.",
+        "Every row compares its time with the same one, that on one device. The faster program "
+        "has the smaller time and the larger speed-up: which of the two times stands on top of "
+        "the fraction? Efficiency follows from the speed-up and the number of devices.",
         "`for n, time in enumerate(seconds, start=1)`: append "
         "`(n, seconds[0] / time, seconds[0] / time / n)`.",
     ),
@@ -436,6 +492,15 @@ def speedup_table(seconds):
     return [(n, seconds[0] / t, 100 * seconds[0] / t / n) for n, t in enumerate(seconds, 1)]
 """,
             2,
+        ),
+        Wrong(
+            "rounded to two digits",
+            """
+def speedup_table(seconds):
+    return [(n, round(seconds[0] / t, 2), round(seconds[0] / t / n, 2))
+            for n, t in enumerate(seconds, 1)]
+""",
+            1,
         ),
         Wrong(
             "against the row before, not against one device",
