@@ -61,9 +61,9 @@ assert len(devices) == 2, "this lesson runs on two devices"
 #
 # Chapter 6 of *First Contact with TensorFlow* (2016) shows how to use two GPUs: compute $A^{10} + B^{10}$ for two large random matrices, first on one GPU, then with $A$ on one and $B$ on the other. The program prints both times, but the page does not show them. A reader asked below it: what is the output of the timing, how much faster does it get? That is the most important part, and it is missing. You will measure it.
 #
-# ## From scratch, on four numbers
+# ## From scratch, on small matrices
 #
-# Ten factors take nine products, one after the other. They also take four, because squares can be squared: $A^2$, $A^4$, $A^8$, and then $A^8 A^2$. This works for the tenth power; the exercise asks you for any.
+# Ten factors take nine products, one after the other. But four are enough, because squares can be squared: $A^2$, $A^4$, $A^8$, and then $A^8 A^2$. This works for the tenth power; the exercise asks you for any.
 
 
 # %%
@@ -178,11 +178,11 @@ for size in tqdm(SIZES, desc="PyTorch", file=sys.stdout):
 print(table(in_torch))
 
 # %% [markdown]
-# **Speed-up** is how many times as fast two devices are: the time on one over the time on two, divided within each round. The table shows the median of the rounds, and the range in which the middle half of them lies. **Efficiency** is the speed-up divided by the number of devices: what you get of what you pay for. Compare the first and the last line with your prediction. Should a line claim more than 2×, distrust it: the largest size has only two rounds, and a neighbour on the machine can spoil one.
+# **Speed-up** is how many times as fast two devices are: the time on one over the time on two, divided within each round. The table shows the median of the rounds, and the range in which the middle half of them lies. (Each column has a median of its own, so they need not divide exactly.) **Efficiency** is the speed-up divided by the number of devices: what you get of what you pay for. Compare the first and the last line with your prediction. Should a line claim more than 2×, distrust it: the largest size has only two rounds, and another program can spoil one. The smallest sizes take less time than a message, so they scatter most.
 #
 # ## The same in TensorFlow, over gRPC
 #
-# The book used TensorFlow, so it gets its answer there too: two servers on pinned cores, as in lesson 01. The matrices are made where they are needed, before the clock starts, and again one number of the result is read. `compare` is the timer that you have just seen, in a helper. This cell takes the longest of all.
+# The book used TensorFlow, so it gets its answer there too: two servers on pinned cores, as in lesson 01. The matrices are made where they are needed, before the clock starts, and again one number of the result is read. `compare` works like the rounds that you have just seen: turns, then medians. This cell takes the longest of all.
 
 
 # %%
@@ -235,7 +235,7 @@ print(table(in_tensorflow))
 # %% [markdown]
 # ## The answer: the crossover
 #
-# The **crossover** is the size from which on two devices are always faster than one.
+# The **crossover** is the size from which on two devices are faster than one, at every size measured.
 
 
 # %%
@@ -263,7 +263,9 @@ ax.text(SIZES[0], 2.04, "perfect: 2×", fontsize=9)
 ax.set_xscale("log", base=2)
 ax.set_xticks(SIZES, SIZES)
 ax.set(xlabel="rows of the matrices", ylabel="speed-up on two devices (×)", ylim=(0, 2.2))
-ax.set_title(f"The second device pays {crossover(in_torch)} (PyTorch)")
+ax.set_title(
+    f"A second device pays {crossover(in_torch)} in PyTorch,\n{crossover(in_tensorflow)} in TensorFlow"
+)
 ax.legend(loc="lower right")
 plots.show(
     fig,
@@ -357,7 +359,7 @@ print(f"products: {products}, where 9 would do one by one, and 4 with squares")
 # %% [markdown]
 # ### 2. The clock runs while the program gets ready
 #
-# In 2016 a program described its computation as a graph, opened a **session** to run it, and fed the data in with each run. This cell times one device both ways: the clock around all of that, and the clock around the computation only.
+# In 2016 a program described its computation as a graph, opened a **session** to run it, and fed the data in with each run. This cell times one device both ways: the clock around all of that, and the clock around the computation only. The smaller the computation, the more the rest weighs.
 
 
 # %%
@@ -410,35 +412,39 @@ print(f"the first run takes {seconds[0] / np.median(seconds[1:]):.1f} times as l
 # %% [markdown]
 # ### 4. The single device goes first
 #
-# So it pays for the start of both. Here are the two ways, each run once without warm-up, in fresh processes: in the order of 2016, then swapped. (The link between the ranks is opened before, so that only the order differs.)
+# In 2016 the first session started every GPU, so whichever way came first paid for the start of both. Here are the two ways, each run once without warm-up, in fresh processes: in the order of 2016, then swapped. (Only the link between the ranks is opened before.)
 #
 # **Predict.** Which order claims the larger speed-up?
 
 
 # %%
-def once(size, one_first):
+def once(size, order):
     rank, (a, b) = dist.get_rank(), make_matrices(size)
     link = torch.zeros(1, device=my_device())
     dist.send(link, dst=0) if rank == 1 else dist.recv(link, src=1)  # opens the link
     seconds = {}
-    for way in [on_one, on_two] if one_first else [on_two, on_one]:
+    for way in order:
         dist.barrier()
         start = time.perf_counter()
+        if way is order[0]:
+            tenth_power(a[:8, :8])[0, 0].item()  # the first session starts every device
+            dist.barrier()
         total = way(rank, a, b)
         if rank == 0:
             total[0, 0].item()  # wait for a GPU
-        seconds[way.__name__] = time.perf_counter() - start
-    return seconds["on_one"] / seconds["on_two"]
+        seconds[way] = time.perf_counter() - start
+    return seconds[on_one] / seconds[on_two]
 
 
-honest = in_torch[256].ratio("one", "two")
-for order, one_first in {"one device first": True, "two devices first": False}.items():
-    claims = [launch(once, 2, 256, one_first)[0] for _ in range(3)]
-    print(f"{order:18} claims a speed-up of {np.median(claims):.2f}× (median of 3 fresh starts)")
-print(f"{'honestly measured':18} {honest}")
+for name, order in {"one first": [on_one, on_two], "two first": [on_two, on_one]}.items():
+    claims = sorted(launch(once, 2, 256, order)[0] for _ in range(5))
+    print(
+        f"{name}: claims {np.median(claims):.2f}×  (5 fresh starts: {claims[0]:.2f}–{claims[-1]:.2f})"
+    )
+print(f"honest:    {in_torch[256].ratio('one', 'two')}")
 
 # %% [markdown]
-# The same program, the same machine, one swap of two lines, and another claim. Whatever runs first pays for the start of both. Warm up, take turns, repeat, and show the spread.
+# The same program, the same machine, one swap, and another claim. Warm up, take turns, repeat, and show the spread.
 #
 # ## Where is the rest of the 2×?
 #
@@ -446,7 +452,7 @@ print(f"{'honestly measured':18} {honest}")
 #
 # $$\frac{1}{s + (1 - s) / 2}$$
 #
-# The law knows nothing of messages. So take one round on two devices apart: rank 0 computes its power, waits for the other one to arrive, and adds. A round on one device runs in turn with it, so that all times come from the same minutes.
+# The law knows nothing of messages. So take one round on two devices apart: rank 0 computes its power, waits for the other one to arrive, and adds. A round on one device runs in turn with it, so that all times belong together. (They are a new measurement, and differ a little from the table above.)
 #
 # **Predict.** The sum is an addition of two matrices, the rest are products. At which size is the limit of Amdahl's law lower, at 128 rows or at 1024?
 
@@ -485,10 +491,14 @@ def parts(size, rounds):
 taken = {n: launch(parts, 2, n, ROUNDS[n])[0] for n in [128, 1024]}
 for n, (alone, power, arrival, total) in taken.items():
     two, share = power + arrival + total, total / alone
-    print(f"{n} rows: {alone:.2f} ms on one device. On two, {two:.2f} ms:")
-    print(f"    power {power:.2f} + waiting and transfer {arrival:.2f} + sum {total:.2f}")
     limit = 1 / (share + (1 - share) / 2)
-    print(f"    limit of Amdahl's law {limit:.2f}×, measured {alone / two:.2f}×")
+    print(f"{n} rows: limit of Amdahl's law {limit:.2f}×, measured {alone / two:.2f}×")
+    print(
+        f"    one device {alone:.2f} ms, half of that {alone / 2:.2f} ms; two devices {two:.2f} ms"
+    )
+    slower = power - (alone - total) / 2  # than the same power without a neighbour
+    print(f"    above half: slower computing {slower:.2f} ms,", end=" ")
+    print(f"waiting and transfer {arrival:.2f} ms, half of the sum {total / 2:.2f} ms")
 
 # %%
 labels = ["one power", "waiting and transfer", "sum"]
@@ -518,7 +528,7 @@ plots.show(
 )
 
 # %% [markdown]
-# Compare the limit of the law with what was measured: the sum is not what is missing. Waiting and the message are, and their share is smaller for the larger matrices. That is arithmetic: a product of two matrices with $n$ rows takes $2n^3$ operations, and one matrix has $n^2$ numbers. From 128 to 1024 rows that is 512 times the computing, but 64 times the bytes. Remember the question, training will ask it again: how much is computed for each byte that is sent?
+# Compare the limit of the law with what was measured, then read the last line of each size: it says where the time above one half went. The sum explains least. Waiting and transfer weigh most for small matrices; for large ones computing itself may be slower when both devices work, or faster by chance (a negative number). That the transfer matters less for large matrices is arithmetic: a product of two matrices with $n$ rows takes $2n^3$ operations, and one matrix has $n^2$ numbers. From 128 to 1024 rows that is 512 times the computing, but 64 times the bytes. Remember the question, training will ask it again: how much is computed for each byte that is sent?
 #
 # ## Break it: the message that never comes
 #
@@ -543,7 +553,7 @@ else:
     raise AssertionError("a missing message went unnoticed")
 
 # %% [markdown]
-# This is the report. For each rank it has the **stack**: the calls that the rank was in, innermost last. Read its headline first: which rank waits, in which call, on which line.
+# This is the report. For each rank it has the **stack**: the calls that the rank was in, innermost last. Look for the line of each rank first: where does it wait, in which call, on which line? Rank 1 has nothing left to do; `launch` keeps it until all have returned.
 
 # %%
 print(report)
@@ -562,7 +572,7 @@ print(report)
 # | a recursion with $n + 1$ factors | $n - 1$ products, or about $\log_2 n$ | 11 factors instead of 10 |
 # | clock around session and feeding | data first, then the clock | adds start-up and transfer of input |
 # | one run | warm-up, then the median of several | the first run is the slowest |
-# | single device first | take turns | the first pays for both |
+# | single device first | take turns | the first pays for the start of both |
 # | a time, no spread | median and spread | a reader can judge the difference |
 #
 # ## Exercise
@@ -581,7 +591,7 @@ print(report)
 #
 # 1. 1.5×, and 75 %.
 # 2. Which one ran first, was there a warm-up, and what is the spread? More than twice as fast on two devices should make you suspect the measurement.
-# 3. Computing 8 times, transfer 4 times: so the speed-up improves.
+# 3. Computing 8 times, transfer 4 times: so there is more to gain.
 #
 # </details>
 #
