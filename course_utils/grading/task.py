@@ -188,7 +188,9 @@ def describe(value: Any) -> str:
         return str(value["$"])
     if type(value) in (list, dict):
         kind = "list or tuple" if type(value) is list else "dict"
-        return f"a {kind} of {count(len(value), 'entry', 'entries')}" if value else f"an empty {kind}"
+        return (
+            f"a {kind} of {count(len(value), 'entry', 'entries')}" if value else f"an empty {kind}"
+        )
     return {
         "NoneType": "nothing (None)",
         "bool": "True or False",
