@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
+import psutil
 import pytest
 
 from course_utils.grading import get_task
@@ -143,6 +144,8 @@ def test_outputs_that_must_not_be_stored(tmp_path, code, message):
         build.build(course(tmp_path, LESSON.replace("7 * 6", code, 1)))
     assert message in str(raised.value)
     assert not list(tmp_path.glob("notebooks/*"))
+    kernels = [p for p in psutil.Process().children() if "ipykernel_launcher" in p.cmdline()]
+    assert not kernels, "a build leaves no kernel running"
 
 
 def test_paths_of_this_machine_are_replaced(tmp_path):

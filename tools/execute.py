@@ -14,6 +14,7 @@ from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.util import run_sync
 from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +59,8 @@ def execute(notebook: NotebookNode, path: Path) -> None:
             last_words = (Path(empty) / "stderr").read_text(errors="replace")[-2000:]
             text = f"{path.name}, cell {started[-1] if started else 1} failed: {error}"
             raise ExecutionFailed(f"{text}\n{last_words}".rstrip()) from error
+        finally:  # nbclient ends only kernels whose manager it made itself
+            run_sync(client.km.shutdown_kernel)(now=True)
     for number, cell in enumerate(notebook.cells, 1):
         for output in cell.get("outputs", []):
             tidy(output, f"{path.name}, cell {number}", compared=COMPARED in cell.source)
