@@ -105,7 +105,7 @@ for rank, held in enumerate(launch(first_all_reduce, 2)):
 #
 # ## Two devices, or one in disguise?
 #
-# Two processes could be sharing one core, each waiting while the other runs. So this needs proof, and a proof needs a control. Each rank does the same six pieces of work and writes down when each piece began and ended, three times over: rank 0 *alone* while rank 1 waits; both ranks on *two devices*; and, for comparison, both ranks moved to *one* core on purpose.
+# Two processes could be sharing one core, each waiting while the other runs. So this needs proof, and a proof needs a control. Each rank does the same six pieces of work and writes down when each was done, three times over: rank 0 *alone* while rank 1 waits; both ranks on *two devices*; and, for comparison, both ranks moved to *one* core on purpose.
 #
 # **Predict.** One rank alone needs a certain time. How many times as long do two ranks need for twice the work, on two devices, and on one? Write two numbers down.
 
@@ -139,7 +139,7 @@ def three_ways(shared_core, size=768):
     return {"process": os.getpid(), "cores": cores, "done": done}
 
 
-reports = launch(three_ways, 2, devices[0].cpus)
+reports = launch(three_ways, 2, devices[0].cpus)  # what follows the 2 goes to the function
 for slot, report in zip(devices, reports, strict=True):
     print(f"rank {slot.rank}: {slot.name}, process {report['process']}, cores {report['cores']}")
 assert reports[0]["process"] != reports[1]["process"], "two ranks must be two processes"
@@ -176,7 +176,7 @@ plots.show(
 # %% [markdown]
 # One row is one rank, and each shade is one piece. On two devices a piece takes about as long as alone: 1.00 would be perfect. On one shared core every piece takes about twice as long, because the ranks take turns. (With GPUs, or where the system cannot pin, the shared rows are missing.)
 #
-# Is your number for two devices far above 1? Then something else keeps your cores busy: close it and run the cell again. Timings in this course always come from *your* machine, so they share its troubles.
+# Is your number for two devices far above 1? Most often another program keeps your cores busy: close it and run the cell again. Cores that are two threads of one physical core, and a shared way to the memory, also cost something. Timings in this course always come from *your* machine, so they share its troubles.
 #
 # ## When a rank fails
 #
@@ -206,8 +206,8 @@ else:
 # ## How a lesson works
 #
 # - **Predict → Run → Explain.** Write your prediction down before you run a cell. A guess that turns out wrong is what you will remember.
-# - **A claim is a cell.** What matters, a cell measures or asserts. Do not believe the text: change the cell and see. Cells that begin with `# NBVAL_CHECK_OUTPUT` print the same on every machine; the course's tests compare them.
-# - **Exercises** lie beside the lessons, in the folder `exercises`. `check("…")` scores your answer and names the first property that it lacks. `hint("…", level=1)` helps, in three levels. Try that now.
+# - **A claim is a cell.** What matters, a cell measures or asserts. Do not believe the text: change the cell and see. Cells that begin with `# NBVAL_CHECK_OUTPUT` print the same wherever the course's tests run, and are compared there.
+# - **Exercises** lie beside the lessons, in the folder `exercises`. `check("…")` scores your answer and says what it still lacks. `hint("…", level=1)` helps, in three levels. Try that now.
 #
 # This is a first answer to a question that every lesson meets: the **global batch** is the number of samples in one step, over all ranks. How many does each rank take?
 
@@ -231,7 +231,7 @@ hint("00-practice", level=1)
 #
 # ## What this machine cannot show
 #
-# Pinned cores compute, wait and send real messages. So this course measures what others draw: what a second device gains, how everybody waits for the slowest, and what a program looks like that hangs. What cores do not have is what belongs to GPUs alone: their own fast memory, and direct links from one to the next. Each lesson says what that leaves out, and shows figures from real GPUs where we have measured some. So far there are none: **not measured**.
+# Pinned cores compute, wait and send real messages. So this course measures what others draw: what a second device gains, how everybody waits for the slowest, and how a program hangs. What cores do not have is what belongs to GPUs alone: their own fast memory, and direct links from one to the next. Each lesson says what that leaves out, and shows figures from real GPUs where we have measured some. So far there are none: **not measured**.
 #
 # ## The map
 #

@@ -25,7 +25,7 @@
 # |---|---|
 # | **Time** | 20 minutes to read, 10 to do |
 # | **You should know** | what a matrix product is; [lesson 00](00_start_here.ipynb) |
-# | **You will** | list devices · read `.device` and a placement log · pin operations · meet the errors for a device that is missing or wrong · run one program on two pinned processes |
+# | **You will** | list devices · read `.device` and a placement log · place operations · meet the errors for a device that is missing or wrong · run one program on two pinned processes |
 # | **Runs on** | no GPU, or one: two logical CPU devices and two pinned cores · two GPUs or more: the same, and PyTorch's ranks on the GPUs (TensorFlow needs its GPU environment for that, see the README) |
 # | **Last verified** | Python 3.11, TensorFlow 2.21.0, PyTorch 2.13.0 |
 
@@ -86,7 +86,7 @@ print("physical:", [device.name for device in tf.config.list_physical_devices("C
 print("logical: ", [device.name for device in tf.config.list_logical_devices("CPU")])
 
 # %% [markdown]
-# One physical CPU, two logical ones. Settings like these must come before the devices start, and listing the logical ones starts them. Afterwards it is too late. A GPU can also be given a `memory_limit` in MiB when it is split; for a CPU that is an error, since its memory belongs to the system.
+# One physical CPU, two logical ones. Settings like these must come before the devices start, and listing the logical ones starts them. Afterwards it is too late. A GPU can also be given a `memory_limit` in MiB when it is split; for a CPU that is an error.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -167,7 +167,7 @@ def native_output():
 
 # %%
 @tf.function
-def pinned_product(a, b):
+def product_on_device_1(a, b):
     with tf.device("/CPU:1"):
         return tf.matmul(a, b)
 
@@ -180,7 +180,7 @@ def placement_log(switched_on):
         ones = tf.ones([2, 2])  # the first operation starts the devices
         tf.debugging.set_log_device_placement(True)
     with native_output() as log:
-        pinned_product(ones, ones)
+        product_on_device_1(ones, ones)
     return log
 
 
@@ -201,11 +201,11 @@ print("on after it:                   the log has lines:", len(late) > 0)
 assert log and not late
 
 # %% [markdown]
-# Too late is silent: no error, and no log. In your own programs switch it on right after the import.
+# When it comes too late nothing happens: no error, and no log. In your own programs switch it on right after the import.
 #
-# ## Pin it
+# ## Place it
 #
-# `with tf.device(...)` pins whatever is created in its block. `pinned_product` did that inside a function.
+# `with tf.device(...)` decides the device of whatever is created in its block. `product_on_device_1` did that inside a function. (Posts call this *pinning*; in this course that word is for processes on cores.)
 #
 # **Predict.** Here `x` is made on device 0 and used on device 1. Is that an error? Where does the product end up, and where is `x` afterwards?
 
@@ -251,7 +251,7 @@ else:
 tf.config.set_soft_device_placement(True)
 
 # %% [markdown]
-# With soft placement on, a typing error in a device name costs you a device, and nothing tells you. While you develop, switch it off, and read the error: it ends with the devices that there are.
+# With soft placement on, a typing error in a device name is no error: only `.device` and the log give it away. While you develop, switch it off, and read the error: it lists the devices that there are.
 #
 # ## Then → now: the program of 2016
 #
@@ -309,7 +309,7 @@ assert np.array_equal(total_today, 2 * tf.matmul(a, b)), "two devices must equal
 #
 # A logical device is a name. Does it also bring computing power? Measure: two large products, once both on device 0, once on one device each.
 #
-# **Predict.** How many times as long does the second way take: half, or the same?
+# **Predict.** Does the second way take half as long, or just as long?
 
 # %%
 A, B = tf.random.stateless_uniform([2, 768, 768], seed=[1, 2])
@@ -337,7 +337,7 @@ result = compare(
 print(result)
 
 # %% [markdown]
-# In the last column 0.50 would mean that the second device brought power of its own. It does not come near: two logical devices share the process and its threads. They are right for learning where things go, and wrong for timing. For power you need a device of its own, and on a CPU that is a process with a core of its own.
+# In the last column 0.50 would mean that the second device brought power of its own. It does not come near: both ways run in one process, on the same cores. Logical devices are right for learning where things go, and wrong for timing. For power you need a device of its own, and on a CPU that is a process with a core of its own.
 #
 # ## Two processes, one program: gRPC
 #
@@ -351,8 +351,9 @@ def grpc_sum():
     config = json.loads(os.environ["TF_CONFIG"])
     cluster, task = tf.train.ClusterSpec(config["cluster"]), config["task"]
     tf.distribute.Server(cluster, task["type"], task["index"])
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else "any"
     if task["index"] > 0:
-        return os.getpid(), None, None  # its server works on until both have returned
+        return os.getpid(), cores, None, None  # its server works on until both have returned
 
     tf.config.experimental_connect_to_cluster(cluster, job_name="client")
     a = tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -363,17 +364,17 @@ def grpc_sum():
             products.append(tf.matmul(a, b))
     with tf.device("/job:worker/task:0"):
         total = tf.add_n(products)
-    return os.getpid(), [product.device for product in products], total.numpy().tolist()
+    return os.getpid(), cores, [product.device for product in products], total.numpy().tolist()
 
 
 workers = launch(grpc_sum, framework="tensorflow", roles={"worker": 2})
-for slot, (process, _, _) in zip(devices, workers, strict=True):
-    print(f"worker {slot.rank}: process {process} on {slot.name}")
+for slot, (process, cores, _, _) in zip(devices, workers, strict=True):
+    print(f"worker {slot.rank}: process {process}, given {slot.name}, may run on cores {cores}")
 assert workers[0][0] != workers[1][0]
 
 # %%
 # NBVAL_CHECK_OUTPUT
-_, placed, total_grpc = workers[0]
+_, _, placed, total_grpc = workers[0]
 print(*placed, sep="\n")
 print(total_grpc)
 assert np.array_equal(total_grpc, total_today), "two processes must equal one device"
@@ -408,7 +409,7 @@ else:
 # %% [markdown]
 # With a GPU the message begins with `Expected all tensors to be on the same device`; [only copies may cross](https://docs.pytorch.org/docs/stable/notes/cuda.html). Look for a model that was moved and a batch that was not, or the other way round: print the `.device` of both, and move the batch.
 #
-# Asking for a device that is missing fails at once, too:
+# Asking for a device that this machine or this PyTorch does not have fails at once, too:
 
 # %%
 missing = f"cuda:{torch.cuda.device_count() + 5}"
@@ -484,14 +485,14 @@ for line, run in slips.items():
 #
 # Every result says where it is, with `.device`; a placement log says where every operation ran. `with tf.device(...)` or `.to(...)` decide it; TensorFlow copies between devices on its own, PyTorch does not. Logical devices are names: power comes from a device of its own, such as a process on a core.
 #
-# 1. A colleague pins a layer to `/GPU:3` on a machine with two GPUs. The program runs. Where?
+# 1. A colleague places a layer on `/GPU:3` on a machine with two GPUs. The program runs. Where?
 # 2. Why does `tf.config.set_logical_device_configuration` belong at the top of a program?
 # 3. You see `MatMul: (MatMul): /job:worker/replica:0/task:1/device:CPU:0`. Which process multiplied?
 #
 # <details><summary>Answers</summary>
 #
 # 1. On a device of TensorFlow's choice, because soft placement is on unless it is switched off. Only the log, or `.device`, tells.
-# 2. Devices cannot be split once they are in use: the first operation fixes them.
+# 2. Devices cannot be split once they have started, and already listing the logical ones starts them.
 # 3. The one that runs the server of task 1 in the job `worker`, on its device `CPU:0`.
 #
 # </details>
