@@ -25,6 +25,11 @@ Your machine will give other numbers.
 """
 
 
+def _three_digits(value: float) -> str:
+    """Three digits, and never an exponent: 0.621, 60.1, 1820."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__.splitlines()[0]
@@ -90,7 +95,7 @@ def timings(found: object, path: tuple[str, ...] = ()) -> Iterator[str]:
                 return
         for key, value in found.items():
             if isinstance(value, (int, float)) and path and path[-1].endswith("_ms"):
-                yield f"| {path[-1][:-3]}: {key} | {value:.3g} ms |"
+                yield f"| {path[-1][:-3]}: {key} | {_three_digits(value)} ms |"
             else:
                 yield from timings(value, path if key in ("rows", "calls") else (*path, key))
 
@@ -101,7 +106,7 @@ def line(found: dict, path: tuple[str, ...], unit: str, scale: float) -> str:
         what += f" ({found['outcome']})"
     quartiles = found.get(f"quartiles_{unit}")
     low, high = quartiles or (found[f"low_{unit}"], found[f"high_{unit}"])
-    numbers = (f"{scale * value:.3g}" for value in (found[f"median_{unit}"], low, high))
+    numbers = (_three_digits(scale * value) for value in (found[f"median_{unit}"], low, high))
     return "| {} | {} ms ({}–{}) |".format(what, *numbers)
 
 

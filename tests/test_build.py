@@ -206,6 +206,7 @@ def test_blank_and_solution(built):
     assert [c.id for c in solution.cells[2:4]] == ["00-practice", "00-practice-test"]
 
 
+@pytest.mark.slow
 def test_blank_is_what_nbgrader_releases(built, tmp_path):
     """nbgrader's own generate_assignment, on the solution, in a course of its own."""
     source = tmp_path / "source/ps1"

@@ -400,6 +400,7 @@ def test_ctrl_c_shows_where_the_ranks_were(capsys):
     assert launch(os.getppid, 1)  # the next launch works
 
 
+@pytest.mark.slow
 def test_fifty_interrupted_launches_leave_nothing():
     seconds = f"600.{os.getpid()}"  # to know our own again
 

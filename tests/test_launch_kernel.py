@@ -12,6 +12,7 @@ import pytest
 jupyter_client = pytest.importorskip("jupyter_client")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CORES < 2, reason="two ranks need two cores"),
     pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs torch"),
 ]

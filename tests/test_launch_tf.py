@@ -16,6 +16,7 @@ from course_utils.launch import LaunchTimeout, RankError, launch
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CORES < 2, reason="two tasks need two cores"),
     pytest.mark.skipif(not importlib.util.find_spec("tensorflow"), reason="needs TensorFlow"),
 ]
