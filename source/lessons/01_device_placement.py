@@ -286,7 +286,7 @@ print(one_product.tolist(), "is one product")
 print(total_2016.tolist(), "is the sum of two")
 
 # %% [markdown]
-# Two products on two devices, and `AddN` on the first. The same today, with neither graph nor session:
+# The first line is the session's own: it lists the GPUs that it found. Then two products on two devices, and `AddN` on the first. The same today, with neither graph nor session:
 
 # %%
 # NBVAL_CHECK_OUTPUT
