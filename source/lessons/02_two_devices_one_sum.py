@@ -412,7 +412,7 @@ print(f"the first run takes {seconds[0] / np.median(seconds[1:]):.1f} times as l
 # %% [markdown]
 # ### 4. The single device goes first
 #
-# In 2016 the first session started every GPU, so whichever way came first paid for the start of both. Here are the two ways, each run once without warm-up, in fresh processes: in the order of 2016, then swapped. (Only the link between the ranks is opened before.)
+# Devices have to be started once. If the first way starts both of them inside its clock, it pays for the second way too. Here are the two ways, each run once without warm-up, in fresh processes: in the order of 2016, then swapped. (Only the link between the ranks is opened before.)
 #
 # **Predict.** Which order claims the larger speed-up?
 
@@ -427,7 +427,7 @@ def once(size, order):
         dist.barrier()
         start = time.perf_counter()
         if way is order[0]:
-            tenth_power(a[:8, :8])[0, 0].item()  # the first session starts every device
+            tenth_power(a[:8, :8])[0, 0].item()  # the first way starts every device
             dist.barrier()
         total = way(rank, a, b)
         if rank == 0:
