@@ -68,11 +68,14 @@ class Budget:
         self._at_peak = dict(self._now)
         self._changes: list[tuple[int, ...]] | None = [] if record else None
         self._marks: list[tuple[int, str]] = []
-        self._tracked: list[Any] = list(tracked)
+        # Weak references throughout: a meter that keeps a model alive would measure itself.
+        self._tracked: list[weakref.ref] = []
+        self._parameters: list[weakref.ref] = []
         self._hooks: list[Any] = []
         self._stepping = False
         self._resizes = False  # whether anybody resizes storages behind the operations
         self._inside: list[tuple[int, ExitStack]] = []  # of which thread
+        self.track(*tracked)
 
     # ------------------------------------------------------------ the meter's protocol
 
@@ -102,6 +105,7 @@ class Budget:
     def by_kind(self) -> dict[str, int]:
         """Bytes alive now: parameters (with buffers), gradients, optimizer state, activations
         (results of the forward pass that backward may need), other (batches, temporaries)."""
+        self._name_gradients()
         self._reread()
         return dict(self._now)
 
@@ -111,8 +115,21 @@ class Budget:
         return dict(self._at_peak)
 
     def track(self, *things: Any) -> None:
-        """Count modules, optimizers and tensors that were made outside, and know their kind."""
-        self._tracked += things
+        """Count modules, optimizers and tensors that were made outside, and know their kind.
+
+        Raises:
+            TypeError: something is none of these.
+        """
+        import torch
+
+        things = list(flat(list(things)))
+        for thing in things:
+            if not isinstance(thing, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)):
+                raise TypeError(
+                    "a meter tracks modules, optimizers and tensors (also in lists and dicts), "
+                    f"not {type(thing).__name__}"
+                )
+        self._tracked += [weakref.ref(thing) for thing in things]
         if self._inside:
             self._follow(things)
 
@@ -125,7 +142,7 @@ class Budget:
         stack = ExitStack()
         with self._lock:
             if not self._inside:
-                self._follow(self._tracked)
+                self._follow([thing for ref in self._tracked if (thing := ref()) is not None])
             self._inside.append((threading.get_ident(), stack))
         try:
             self._enter(stack)
@@ -149,11 +166,10 @@ class Budget:
 
     # ------------------------------------------------------------ counting
 
-    def _follow(self, things: Iterable[Any]) -> None:
+    def _follow(self, every: list[Any]) -> None:
         """Count what exists, and let modules and optimizers tell us what is whose."""
         import torch
 
-        every = list(flat(list(things)))
         modules = [each for each in every if isinstance(each, torch.nn.Module)]
         optimizers = [each for each in every if isinstance(each, torch.optim.Optimizer)]
         parameters = [t for each in modules for t in (*each.parameters(), *each.buffers())]
@@ -161,7 +177,8 @@ class Budget:
         parameters += [parameter for group in groups for parameter in group["params"]]
         self._resizes |= any("FSDP" in type(m).__name__ for each in modules for m in each.modules())
         self._count(parameters, PARAMETERS, again=True)
-        self._count([p.grad for p in parameters if p.grad is not None], GRADIENTS, again=True)
+        self._parameters += [weakref.ref(parameter) for parameter in parameters]
+        self._name_gradients()
         for each in optimizers:
             self._count(tensors_in(each), STATE, again=True)
             self._hooks.append(each.register_step_pre_hook(self._step_begins))
@@ -175,7 +192,13 @@ class Budget:
         if parameter.grad is not None:
             self._count([parameter.grad], GRADIENTS, again=True)
 
+    def _name_gradients(self) -> None:
+        """DDP may put its own storage under a gradient, after the hook."""
+        alive = [p for ref in self._parameters if (p := ref()) is not None]
+        self._count([p.grad for p in alive if p.grad is not None], GRADIENTS, again=True)
+
     def _step_begins(self, optimizer: Any, *_: object) -> None:
+        self._name_gradients()
         self._stepping = True
 
     def _step_ends(self, optimizer: Any, *_: object) -> None:

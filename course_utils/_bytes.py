@@ -22,9 +22,13 @@ def size(number: float) -> str:
 
 def storages(tensor: "torch.Tensor") -> Iterator["torch.UntypedStorage"]:
     """The storages behind a tensor: one, or those inside a wrapper such as a DTensor."""
+    import torch
+
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from storages(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):  # a DTensor lists its mesh too
+                yield from storages(part)
     else:
         try:
             yield tensor.untyped_storage()
