@@ -22,10 +22,8 @@ from course_utils._budget import GRADIENTS, PARAMETERS, STATE, Budget, storages,
 if TYPE_CHECKING:
     pass
 
-__all__ = [
-    *("Budget", "Cuda", "Fake", "Meter", "meter"),
-    *("GiB", "KiB", "MiB", "is_oom", "kinds", "release", "size"),
-]
+__all__ = ["Budget", "Cuda", "Fake", "GiB", "KiB", "Meter", "MiB"]
+__all__ += ["is_oom", "kinds", "meter", "release", "size"]
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 
