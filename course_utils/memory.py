@@ -17,7 +17,8 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
-from course_utils._budget import GRADIENTS, PARAMETERS, STATE, Budget, storages, tensors_in
+from course_utils._budget import GRADIENTS, PARAMETERS, STATE, Budget
+from course_utils._bytes import size, storages, tensors_in
 
 if TYPE_CHECKING:
     pass
