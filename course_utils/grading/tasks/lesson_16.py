@@ -42,7 +42,7 @@ def _search_inputs(seed: int) -> list:
         device("straight", rng.randint(2000, 5000)),
         device("straight", rng.randint(5, 12)),
         device("step", rng.randint(300, 500)),
-        device("kink", rng.randint(300, 900), bends=True),
+        device("kink", rng.randint(450, 560), bends=True),
         device("kink", rng.randint(1000, 4000), bends=True),
         device("none", rng.randint(300, 900)),
     ]
