@@ -1,0 +1,105 @@
+"""`evaluate`, re-exported by :mod:`course_utils.training`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from course_utils import memory
+from course_utils._safety import (
+    Attempt,
+    does_not_fit,
+    each_tensor,
+    first_line,
+    halved,
+    in_use,
+    number,
+    samples,
+    split,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+Batch = Any  # a tensor, or tuples, lists and dicts of tensors whose first dimension is samples
+
+
+def evaluate(
+    model: torch.nn.Module,
+    loader: Iterable[Batch],
+    fn: Callable[[torch.nn.Module, Batch], Any],
+    *,
+    batch_size: int | None = None,
+    count: Callable[[Batch], Any] | None = None,
+    progress: bool = False,
+) -> Any:
+    """The mean of `fn` over all that counts in `loader`, exact also if batches are ragged.
+
+    ``fn(model, batch)`` returns the mean over its batch: a number, or a dict of numbers. So does
+    `evaluate`. The model runs in eval mode under ``torch.inference_mode()``; then every module
+    is put back into the mode in which it was. At most `batch_size` samples run at once; running
+    out halves that for the rest of this call, and no training step hears of it. With
+    DistributedDataParallel every rank brings its shard and gets the mean over all of them.
+
+    Raises:
+        torch.OutOfMemoryError: a single sample does not fit.
+        ValueError: nothing in `loader` counts.
+    """
+    import torch
+    import torch.distributed as dist
+    from tqdm import tqdm
+
+    ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    module = model.module if ddp else model
+    modes = [(each, each.training) for each in module.modules()]
+    shards: list = [{}]
+    module.eval()
+    try:
+        for batch in tqdm(loader, disable=not progress, file=sys.stdout):
+            at_once = min(batch_size or samples(batch), samples(batch))
+            while isinstance(found := _sums(module, batch, fn, count or samples, at_once), str):
+                memory.release()
+                failed = Attempt(size=at_once, oom=found)
+                if at_once <= 1:
+                    raise does_not_fit(failed, in_use(module))
+                at_once = batch_size = halved(failed)
+            shards[0] = _added(shards[0], found)
+    finally:
+        for each, mode in modes:
+            each.training = mode
+    if ddp:
+        shards *= dist.get_world_size(model.process_group)
+        dist.all_gather_object(shards, shards[0], group=model.process_group)
+    sums: dict = {}
+    for shard in shards:
+        sums = _added(sums, shard)
+    if not (total := sums.pop(None, 0)):
+        raise ValueError("nothing to evaluate: the loader is empty, or nothing in it counts")
+    means = {name: value / total for name, value in sums.items()}
+    return means.get("", means)
+
+
+def _sums(module: Any, batch: Batch, fn: Callable, count: Callable, at_once: int) -> dict | str:
+    """`fn` times count, summed over a batch, and under None the count; or why it ran out."""
+    import torch
+
+    sums: dict = {}
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    try:
+        for part in split(batch, at_once) if at_once else ():
+            if weight := number(count(part)):
+                with torch.inference_mode():  # not around the loader, whose tensors may be kept
+                    means = fn(module, each_tensor(part, lambda tensor: tensor.to(device)))
+                means = means if isinstance(means, dict) else {"": means}
+                found = {name: weight * float(mean) for name, mean in means.items()}
+                sums = _added(sums, {None: weight, **found})
+    except Exception as error:
+        if not memory.is_oom(error):
+            raise
+        return first_line(error)
+    return sums
+
+
+def _added(a: dict, b: dict) -> dict:
+    return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
