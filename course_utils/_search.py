@@ -1,0 +1,182 @@
+"""Which batch size to try next, and how several ranks agree on one.
+
+Training takes the same operations whatever the batch size, and each of them adds a number of
+bytes that is linear in it. So the memory after each allocation lies on a line of its own, and
+the peak is the highest of these lines: flat where parameters and optimizer decide, with a kink
+where the activations take over. Two small trials give all lines.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from course_utils import memory
+from course_utils._probe import Job, Trial
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+MOST_TRIALS = 6
+NEAR = 0.98  # this share of the predicted maximum is near enough to stop
+# The second trial: an eighth of a guess that is itself too small, because it costs time; but 16
+# samples where they are at most half of the guess, because rounded sizes make short lines wrong.
+CAREFUL, APART = 8, 16
+FARTHEST = 256  # how many times its base a line is trusted
+RETREAT = (0.95, 0.8, 0.5, 0.25)  # how far to go from what fitted to what did not, n-th time
+
+Line = tuple[int, int, int, int]  # through (batch size, bytes) and (batch size, bytes)
+
+
+class DoesNotFit(RuntimeError):
+    """Not even the smallest batch can be trained within the limit; says where the bytes are."""
+
+
+def lines(trials: Sequence[Trial]) -> list[Line]:
+    """For each moment of training the line through the two largest sizes that reached it.
+
+    A trial that ran out of memory counts up to there, where it needed more than the limit.
+    With one trial only, all but parameters, gradients and state is taken as proportional to the
+    batch: the line is too steep, so a size chosen by it is too small, hardly ever too large.
+    """
+    good = [t for t in trials if t.fits]
+    detailed = len({len(t.moments) for t in good}) == 1
+    known: list[list[tuple[int, int]]] = [
+        [] for _ in (good[0].moments if detailed else good[0].peaks)
+    ]
+    for trial in sorted(trials, key=lambda t: t.batch_size):
+        values = list(trial.moments if detailed else trial.peaks)
+        if not trial.fits:
+            values.append(trial.limit + 1)
+        for points, value in zip(known, values, strict=False):
+            points.append((trial.batch_size, value))
+    if len(known[0]) == 1:
+        return [(0, low, *points[0]) for low, points in zip(good[0].fixed, known, strict=True)]
+    return [(*points[-2], *points[-1]) for points in known]
+
+
+def predict(through: Sequence[Line], size: int) -> int:
+    """Bytes at the peak: the highest line."""
+    return max(p2 - (p2 - p1) * (b2 - size) // (b2 - b1) for b1, p1, b2, p2 in through)
+
+
+def room(through: Sequence[Line], limit: int) -> int | float:
+    """The largest size at which no line is above the limit; infinite when none rises."""
+    return min(
+        (b2 + (limit - p2) * (b2 - b1) // (p2 - p1) for b1, p1, b2, p2 in through if p2 > p1),
+        default=math.inf,
+    )
+
+
+def next_size(trials: Sequence[Trial], most: int | float) -> tuple[int, str]:
+    """The size to try next; or 0, and why the search is over."""
+    good = [t.batch_size for t in trials if t.fits]
+    bad = [t.batch_size for t in trials if not t.fits]
+    if not good:
+        return min(bad) - 1, "not even one fits"  # two, then one
+    best = max(good)
+    ceiling = min([most, *(size - 1 for size in bad)])
+    if best >= ceiling:
+        return 0, (f"{best + 1} does not fit" if best + 1 in bad else "there is no more to try")
+    through = lines(trials)
+    limit = trials[0].limit
+    want = room(through, limit)
+    if len(good) == 1 and want < ceiling:
+        want = max(best + 1, want // CAREFUL, min(APART, want // 2))
+    elif len(good) > 1 and best >= NEAR * min(want, ceiling):
+        needs = f"{best + 1} would take {memory.size(predict(through, best + 1))}"
+        near = f"{best} is within {1 - NEAR:.0%} of the most that can fit"
+        return 0, (near if want > best else f"{needs} by the lines")
+    want = min(want, ceiling, FARTHEST * best)
+    if bad and len(good) > 1:
+        step = RETREAT[min(len(bad), len(RETREAT)) - 1]
+        want = min(want, best + max(1, int(step * (ceiling - best))))
+    return max(best + 1, int(want)), ""
+
+
+def search(job: Job, most: int | float, trials_left: int = MOST_TRIALS) -> tuple[list[Trial], str]:
+    """Trials until nothing larger can fit; the largest one that fits is the answer.
+
+    Raises:
+        DoesNotFit: not even the smallest size.
+    """
+    trials: list[Trial] = []
+    size, why = int(min(2, most)), ""
+    while size and len(trials) < trials_left:
+        predicted = predict(lines(trials), size) if any(t.fits for t in trials) else None
+        try:
+            trial = job.run(size, predicted)
+        except ValueError as error:  # two did not fit, and BatchNorm cannot take one alone
+            if size > 1 or not trials or "more than 1 value per channel" not in str(error):
+                raise
+            break
+        trials.append(trial)
+        if trial.batch_size < size:
+            most = trial.batch_size  # the data has no more
+        size, why = next_size(trials, most)
+    if not any(t.fits for t in trials):
+        raise DoesNotFit(_breakdown(trials[-1]))
+    return trials, why or f"{trials_left} trials are the most"
+
+
+def search_on_all_ranks(job: Job, most: int | float) -> tuple[tuple[int, ...], list[Trial], str]:
+    """What each rank found alone (empty without ranks), this rank's trials, why they stopped.
+
+    While a rank probes it takes part in nothing: a rank that ran out of memory inside an
+    all-reduce would leave the others waiting. They meet twice, on the CPU: to tell each other
+    what they found, and what came of the trial of the smallest answer on all at once.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return ((), *search(job, most))
+    group = dist.new_group(backend="gloo")
+    try:
+        trials, stopped = _agree(group, lambda: search(job, most, MOST_TRIALS - 1))
+        found = [None] * dist.get_world_size()
+        mine = max(t.batch_size for t in trials if t.fits)
+        dist.all_gather_object(found, mine, group=group)
+        least = min(found)
+        dist.barrier(group)
+        trials.append(_agree(group, lambda: _joint(job, least, predict(lines(trials), least))))
+        return tuple(found), trials, stopped
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _joint(job: Job, size: int, predicted: int) -> Trial:
+    trial = job.run(size, predicted)
+    if not trial.fits:
+        raise DoesNotFit(
+            f"batch size {size} fitted alone, and not while all ranks ran it: they share memory. "
+            f"Pass each rank its own limit=..., or some headroom. {_breakdown(trial)}"
+        )
+    return trial
+
+
+def _agree(group: "dist.ProcessGroup", work):
+    """`work()`, unless it fails on any rank: then all ranks raise, and none waits for ever."""
+    import torch.distributed as dist
+
+    problem = result = None
+    try:
+        result = work()
+    except Exception as error:
+        problem = error
+    texts = [""] * dist.get_world_size()
+    said = f"{type(problem).__name__}: {problem}" if problem else ""
+    dist.all_gather_object(texts, said, group=group)
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(texts):
+        if text:
+            raise RuntimeError(f"no batch size, because of rank {rank}: {text}")
+    return result
+
+
+def _breakdown(trial: Trial) -> str:
+    kinds = ", ".join(f"{kind} {memory.size(n)}" for kind, n in trial.kinds.items() if n)
+    return (
+        f"a batch of {trial.batch_size} does not fit into {memory.size(trial.limit)}: out of "
+        f"memory in {trial.failed_in}, with {kinds or 'nothing yet'}. Raise the limit, or make "
+        f"the model or each sample smaller. The allocator said: {trial.error}"
+    )
