@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.common import BUSY, RESULTS
 
-NAMES = ("launch", "census", "sum")
+NAMES = ("launch", "census", "sum", "memory", "batch_size", "step")
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
@@ -69,11 +69,16 @@ def page() -> str:
 
 
 def section(name: str, results: dict) -> str:
-    rows = [line for line in timings(results) if line]
-    if not rows:
-        raise ValueError(f"benchmarks/results/{name}.json holds no timing that a table could show")
     lines = [f"## {results.get('title') or results.get('what') or name}", ""]
-    lines += ["| | time |", "|---|---:|", *rows]
+    if results.get("table"):
+        head, rows = results["table"]["head"], results["table"]["rows"]
+        lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    else:
+        rows = [line for line in timings(results) if line]
+        if not rows:
+            raise ValueError(f"benchmarks/results/{name}.json holds no timing for a table")
+        lines += ["| | time |", "|---|---:|", *rows]
+    lines += ["", results["note"]] if results.get("note") else []
     if results.get("targets"):
         lines += ["", "| promise | wanted | measured | kept |", "|---|---|---|---|"]
         for t in results["targets"]:

@@ -12,7 +12,8 @@ from typing import TypeVar
 from course_utils.timing import Ratio, Timing
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "tensorflow", "accelerate", "GPUtil", "nvidia-ml-py", "numpy", "psutil")
+PACKAGES = ("torch", "tensorflow", "accelerate", "pytorch-lightning", "toma", "GPUtil")
+PACKAGES += ("nvidia-ml-py", "numpy", "psutil")
 # Percent of all cores that other programs use: below QUIET is fine, above BUSY is said aloud.
 QUIET, BUSY = 5.0, 20.0
 

@@ -15,6 +15,7 @@ import gc
 import re
 import sys
 from contextlib import ExitStack
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from course_utils._budget import GRADIENTS, PARAMETERS, STATE, Budget
@@ -98,19 +99,26 @@ class Fake(Budget):
     """A prediction: tensors inside have shapes and no numbers, so they cost no memory.
 
     Make the model and its batches inside the ``with``; the same steps as for real give the peak
-    that they would have. Operations whose result depends on numbers (``if x.sum() > 0``) fail.
+    that they would have. Operations whose result depends on numbers (``if x.sum() > 0``) fail,
+    and so does ``model.to(...)``: make the model there, under ``torch.device`` for instance.
     Source: torch.\\_subclasses.FakeTensorMode.
     """
 
     def _enter(self, stack: ExitStack) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(_fake_mode())
         super()._enter(stack)  # on top, so that it is asked first
 
     @property
     def _name(self) -> str:
         return f"Prediction for {self.device.type}"
+
+
+@cache
+def _fake_mode() -> Any:
+    """One for all: tensors of two of these modes cannot meet in one operation."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def meter(

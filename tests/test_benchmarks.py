@@ -59,6 +59,16 @@ def test_a_result_without_timings_is_an_error_not_an_empty_table():
         section("census", {"machine": {}, "rows": []})
 
 
+def test_a_table_of_its_own_comes_out_as_it_is():
+    table = {"head": ["method", "trials"], "rows": [["ours", "3"], ["theirs", "40"]]}
+    machine = {"cpu": "x", "cores": 2, "gpus": []}
+    found = {"title": "T", "table": table, "machine": machine, "date": "d", "note": "Mind this."}
+    lines = section("batch_size", found).splitlines()
+    assert lines[:6] == ["## T", "", "| method | trials |", "| --- | --- |", "| ours | 3 |",
+                         "| theirs | 40 |"]  # fmt: skip
+    assert "Mind this." in lines
+
+
 def test_describe_takes_machines_with_fewer_facts():
     machine = {"cpu": "x", "cores": 2, "gpus": ["H"], "system": "Linux"}
     text = describe({"machine": machine, "date": "2026-01-02", "versions": {"python": "3.12"}})
