@@ -28,6 +28,12 @@ class CheckpointError(RuntimeError):
 # ---------------------------------------------------------------- a file
 
 
+def _digest(version: int, data: bytes) -> str:
+    result = hashlib.sha256(b"%d" % version)  # so that a flipped bit in the version shows too
+    result.update(data)
+    return result.hexdigest()
+
+
 def packed(content: Any) -> bytes:
     """The whole file, head line and all."""
     import torch
@@ -35,7 +41,7 @@ def packed(content: Any) -> bytes:
     body = io.BytesIO()
     torch.save(content, body)
     data = body.getvalue()
-    digest = hashlib.sha256(data).hexdigest()
+    digest = _digest(FORMAT, data)
     return f"course_utils checkpoint {FORMAT} bytes={len(data)} sha256={digest}\n".encode() + data
 
 
@@ -56,7 +62,7 @@ def unpacked(data: bytes) -> Any:
     body = data[head.end() :]
     if len(body) != int(head[2]):
         raise ValueError(f"it is torn: {len(body)} of {int(head[2])} bytes are there")
-    if hashlib.sha256(body).hexdigest().encode() != head[3]:
+    if _digest(int(head[1]), body).encode() != head[3]:
         raise ValueError("it is damaged: its checksum does not match")
     return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
 
