@@ -118,7 +118,11 @@ def _fake_mode() -> Any:
     """One for all: tensors of two of these modes cannot meet in one operation."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode()
+    class Mode(FakeTensorMode):
+        def __deepcopy__(self, memo: dict) -> "Mode":
+            return self  # a copied layer's tensors (TransformerEncoder copies) refer to the mode
+
+    return Mode()
 
 
 def meter(
