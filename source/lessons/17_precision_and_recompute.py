@@ -1,0 +1,971 @@
+# ---
+# jupyter:
+#   course:
+#     rows: [O9, O10]
+#     minutes: {read: 25, do: 20}
+#     devices: 2
+#     path: more
+#     extra: torch
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Precision and recomputation: the same network in less memory
+#
+# After this lesson you can decide by measurement whether 16-bit numbers pay on your device, train in float16 without losing small gradients, and trade time for memory by computing activations twice or training only a head.
+#
+# | | |
+# |---|---|
+# | **Time** | 25 minutes to read, 20 to do |
+# | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); a training step in PyTorch |
+# | **You will** | see what 16 bits can hold · measure speed and memory of three types · lose gradients to underflow, and save them by loss scaling · tell native from emulated bfloat16 · recompute activations in segments · train a head on a backbone that you have pretrained · send gradients between two devices in half the bytes |
+# | **Runs on** | no GPU, or one: this process, and two pinned cores for the last part · two GPUs or more: the last part on the GPUs |
+# | **Last verified** | Python 3.11, PyTorch 2.13.0 |
+#
+# This lesson stands alone. Two reminders: an **activation** is a result of the forward pass that is kept for the backward pass; the **peak** is the largest number of bytes that all tensors took at one moment, and `memory.meter` reads it ([lesson 14](14_where_memory_goes.ipynb)).
+
+# %%
+import copy
+import inspect
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from course_utils import memory, plots
+from course_utils.datasets import MNIST_NOTE, mnist
+from course_utils.devices import census, slots
+from course_utils.launch import launch
+from course_utils.memory import MiB
+from course_utils.timing import compare, measure
+
+plots.use_style()
+
+# %%
+print(census())
+assert len(slots(2)) == 2, "the last part of this lesson runs on two devices"
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.set_num_threads(1)  # one core is one device, also in this process
+
+# %% [markdown]
+# ## Two ways to spend 16 bits
+#
+# A floating-point number has a sign, an **exponent** (how large it can be) and a **mantissa** (how many digits it has). **float32** has 8 and 23 bits for them. **bfloat16** keeps the 8 bits of exponent and is left with 7 for the digits. **float16** has 5 and 10.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+print(f"{'':10}{'bytes':>6}{'largest':>12}{'smallest':>12}{'step at 1':>12}")
+for name, dtype in TYPES.items():
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * info.eps  # above 0; from here on digits are lost already
+    print(f"{name:10}{dtype.itemsize:>6}{info.max:12.3g}{smallest:12.3g}{info.eps:12.3g}")
+
+# %% [markdown]
+# "Step at 1" is the distance from 1 to the next number: what is smaller is rounded.
+#
+# **Predict.** What do the two 16-bit types make of 70 000, of 0.00000001, of 1.001, of 257? Write down which of the eight are infinite, zero, or rounded to something that you would notice.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print(f"{'':>10}", *(f"{name:>12}" for name in TYPES))
+for number in (70_000, 1e-8, 1.001, 257):
+    held = [torch.tensor(number, dtype=dtype).item() for dtype in TYPES.values()]
+    print(f"{number:>10g}", *(f"{value:12.6g}" for value in held))
+
+# %% [markdown]
+# float16 loses the large and the small, bfloat16 loses digits. Losing digits has a price of its own. Here is a weight of 1 that gets a thousand updates of 0.001.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for name, dtype in TYPES.items():
+    weight = torch.ones((), dtype=dtype)
+    for _ in range(1000):
+        weight += 0.001
+    print(f"{name:10}{weight.item():.3f}")
+
+# %% [markdown]
+# In bfloat16 the weight never moves: each update is smaller than half a step, and is rounded away. That is why **mixed precision** keeps the weights in float32, and uses 16 bits only for what is computed from them.
+#
+# ## Are 16 bits faster? Ask the device
+#
+# The notes from which this lesson grew say: *16-bit floats are rarely used except for big models*. Take it as a claim with two parts, time and memory, and test each on the device in front of you.
+#
+# A device is fast in a type for which it has instructions. Where it has none, software converts or computes digit by digit. The fourth line below does the first by hand: it stores bfloat16, multiplies in float32, and rounds the result.
+#
+# **Predict.** For a product of two matrices: which type is fastest on your device, and by how much? Does the size matter?
+
+
+# %%
+def products(size):
+    a, b = torch.randn(2, size, size, device=device)
+    ways = {name: partial(torch.matmul, a.to(dtype), b.to(dtype)) for name, dtype in TYPES.items()}
+    a16, b16 = a.bfloat16(), b.bfloat16()
+    return ways | {"by hand": lambda: (a16.float() @ b16.float()).bfloat16()}
+
+
+results = {}
+size = 64 if device == "cpu" else 512
+while True:
+    results[size] = compare(products(size), repeat=5)
+    longest = sum(timing.median for timing in results[size].timings.values())
+    if 8 * longest > 0.3 or size >= 8192:  # the next size takes 8 times as long a round
+        break
+    size *= 2
+
+WAYS = [*TYPES, "by hand"]
+print(f"{'rows':>6}", *(f"{way:>12}" for way in WAYS))
+for size, result in results.items():
+    print(f"{size:>6}", *(f"{result[way].short():>12}" for way in WAYS))
+
+# %%
+sizes = list(results)
+relative = {way: [float(results[n].ratio(way, "float32")) for n in sizes] for way in WAYS}
+
+
+def in_words(ratio):
+    return f"{ratio:.1f}× the time" if ratio >= 1 else f"1/{1 / ratio:.1f} of the time"
+
+
+last = {way: in_words(relative[way][-1]) for way in WAYS}
+fig, ax = plt.subplots()
+labels = ["float32 = 1", "bfloat16", "float16", "bfloat16 stored, float32 multiplied"]
+for way, label in zip(WAYS, labels, strict=True):
+    ax.plot(sizes, relative[way], label=label)
+ax.set_xscale("log", base=2)
+ax.set_yscale("log")
+ax.set_xticks(sizes, sizes)
+ax.set(xlabel="rows of the matrices", ylabel="time ÷ time in float32")
+ax.set_title(
+    f"At {sizes[-1]} rows bfloat16 takes {last['bfloat16']} of float32,\nfloat16 {last['float16']}"
+)
+ax.legend()
+plots.show(
+    fig,
+    name="speed-of-types",
+    alt="Time of a matrix product divided by its time in float32, against the number of rows. At "
+    f"{sizes[-1]} rows bfloat16 takes {last['bfloat16']}, float16 {last['float16']}, and "
+    f"bfloat16 multiplied in float32 {last['by hand']}.",
+)
+
+# %% [markdown]
+# Above 1 a type is slower than float32, below 1 it is faster. This is the hardware's decision. A server CPU with instructions for bfloat16 can be several times faster in it and several times slower in float16; a CPU without either can be tens of times slower in both, because nobody tuned what nobody should use. The line "by hand" shows what good emulation costs: about float32, plus the conversions. On a GPU with tensor cores both 16-bit types are usually far below 1. Nothing of this follows from the size of the model.
+#
+# ## A whole training step: autocast
+#
+# `torch.autocast` is the framework's mixed precision. Within it each operation picks its type: products run in 16 bits, and what needs range or digits stays in float32. You change neither the model nor the data.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+torch.manual_seed(0)
+layer, x = nn.Linear(16, 16).to(device), torch.randn(8, 16, device=device)
+with torch.autocast(device, dtype=torch.bfloat16):
+    h = layer(x)
+    loss = F.mse_loss(h, x)
+loss.backward()
+for name, tensor in {
+    "weight": layer.weight, "input": x, "output of the layer": h, "loss": loss,
+    "gradient of the weight": layer.weight.grad,
+}.items():  # fmt: skip
+    print(f"{name:24}{tensor.dtype}")
+
+# %% [markdown]
+# So the weights and their gradients are float32, and the optimizer notices nothing. Which type other operations pick depends on the device; this is the list for yours. (A sum of two types takes the larger one.)
+
+# %%
+with torch.autocast(device, dtype=torch.bfloat16):
+    target = torch.zeros(8, dtype=torch.long, device=device)
+    outputs = {
+        "linear": h, "matmul": h @ h.T, "relu": h.relu(), "softmax": h.softmax(-1),
+        "layer_norm": F.layer_norm(h, [16]), "exp": h.exp(), "sum": h.sum(), "h + x": h + x,
+        "mse_loss": F.mse_loss(h, x), "cross_entropy": F.cross_entropy(h, target),
+    }  # fmt: skip
+for dtype in (torch.bfloat16, torch.float32):
+    names = [name for name, output in outputs.items() if output.dtype == dtype]
+    print(f"{str(dtype):15}", ", ".join(names))
+
+# %% [markdown]
+# Now time and memory of a training step, for two networks of the same form. One has small layers and many samples: activations dominate. The other has large layers and few samples: weights dominate.
+#
+# **Predict.** 16 bits are half of 32. Which of the two networks has half the peak?
+
+
+# %%
+def network(width):
+    torch.manual_seed(0)
+    layers = [module for _ in range(4) for module in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(width, 10)).to(device)
+
+
+def autocast(dtype):
+    return torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def training_step(model, optimizer, x, y, dtype):
+    with autocast(dtype):
+        loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+CASES = {"many samples": (64, 2048), "large layers": (512, 16)}  # width, batch
+if device == "cuda":
+    CASES = {"many samples": (512, 65536), "large layers": (8192, 32)}
+times, peaks = {}, {}
+for case, (width, batch) in CASES.items():
+    steps = {}
+    for name, dtype in TYPES.items():
+        model = network(width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.randn(batch, width, device=device)
+        y = torch.randint(0, 10, (batch,), device=device)
+        steps[name] = partial(training_step, model, optimizer, x, y, dtype)
+        with memory.meter(model, optimizer, x, y) as meter:
+            steps[name]()
+        peaks[case, name] = meter.peak
+    times[case] = compare(steps, repeat=3)
+    print(f"{case}: width {width}, batch {batch}")
+    for name in TYPES:
+        line = f"{times[case][name].short():>10} a step, peak {memory.size(peaks[case, name])}"
+        print(f"    {name:10}{line}")
+
+# %%
+ratio_of_time = {c: {n: float(times[c].ratio(n, "float32")) for n in TYPES} for c in CASES}
+ratio_of_peak = {c: {n: peaks[c, n] / peaks[c, "float32"] for n in TYPES} for c in CASES}
+
+fig, axes = plt.subplots(1, 2, figsize=(8.5, 3.6))
+for ax, ratios, label in zip(
+    axes, (ratio_of_time, ratio_of_peak), ("time of a step", "peak of memory"), strict=True
+):
+    for number, (name, hatch) in enumerate(zip(TYPES, ("", "//", ".."), strict=True)):
+        values = [ratios[case][name] for case in CASES]
+        bars = ax.bar(
+            np.arange(2) + 0.27 * (number - 1), values, 0.25, label=name, hatch=hatch,
+            edgecolor="white", color=plots.COLOURS[number],
+        )  # fmt: skip
+        ax.bar_label(bars, [f"{value:.2g}" for value in values], fontsize=9)
+    ax.set_xticks(range(2), CASES)
+    ax.set(xlabel="network", ylabel=f"{label} ÷ float32")
+    ax.grid(axis="x", visible=False)
+axes[0].set_yscale("log")
+axes[1].legend(loc="lower right", facecolor="white", framealpha=0.9, frameon=True)
+low = {case: min(ratio_of_peak[case].values()) for case in CASES}
+fig.suptitle(
+    f"Autocast: peak down to {low['many samples']:.2f} with many samples, "
+    f"{low['large layers']:.2f} with large layers"
+)
+plots.show(
+    fig,
+    name="training-step-of-types",
+    alt="Bars of time and peak memory of a training step in three types, divided by float32, for "
+    "two networks. The lowest peak is "
+    f"{low['many samples']:.2f} of float32 where activations dominate and "
+    f"{low['large layers']:.2f} where weights dominate.",
+)
+
+print("The claim: 16 bits pay only for big models. On this device:")
+for case in CASES:
+    for name in ("bfloat16", "float16"):
+        faster = "faster" if ratio_of_time[case][name] < 1 else "slower"
+        less = "less" if peaks[case, name] < peaks[case, "float32"] else "no less"
+        print(f"    {case:14}{name:10}{faster}, and {less} memory, than float32")
+
+# %% [markdown]
+# Look at the right panel. Where activations dominate, autocast saves a good part of the peak. Where weights dominate it saves nothing, or takes *more*: the weights and their gradients stay in float32, and a 16-bit copy of each weight comes on top. So the claim is wrong in both parts, as far as this machine can say. In time it is the instructions of the device that decide; in memory the share of the activations, which grows with the batch as well as with the model. Big models on modern GPUs have both, and that is where the habit comes from.
+#
+# ## float16 needs a scale
+#
+# A network is trained to draw a digit again from 64 numbers. Its loss is one of several, and has a weight of 1/1000: nothing unusual. So its gradients are small.
+#
+# **Predict.** Which share of these gradients does float16 turn into 0?
+
+# %%
+(x_train, y_train), (x_test, y_test) = mnist()
+print(MNIST_NOTE)
+pictures = torch.from_numpy(x_train)[:, None].float() / 255
+small = F.avg_pool2d(pictures, 2).flatten(1).to(device)  # 14 × 14 pixels
+
+
+def coder():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(196, 64), nn.ReLU(), nn.Linear(64, 196), nn.Sigmoid()
+    ).to(device)  # fmt: skip
+
+
+model = coder()
+loss = F.mse_loss(model(small[:64]), small[:64]) / 1000
+loss.backward()
+gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+gradients = gradients[gradients != 0]  # ink is rare: many are exactly 0 in any type
+
+SCALE = 2.0**16
+share = {}
+for name, factor in {"as they are": 1, "times 2^16": SCALE}.items():
+    in_half = (gradients * factor).half()
+    share[name] = (in_half == 0).float().mean().item()
+    print(f"{name:12} lost: {share[name]:7.2%}   infinite: {in_half.isinf().float().mean():.2%}")
+
+# %%
+fig, axes = plt.subplots(2, 1, sharex=True, figsize=(7, 4.6))
+bins = np.arange(-44, 18)
+for ax, factor, name in zip(axes, (1, SCALE), share, strict=True):
+    ax.hist((gradients * factor).abs().log2().cpu().numpy(), bins, color=plots.COLOURS[0])
+    ax.axvspan(-44, -25, color=plots.COLOURS[1], alpha=0.2, hatch="//", linewidth=0)
+    ax.axvspan(16, 18, color=plots.COLOURS[3], alpha=0.3, hatch="xx", linewidth=0)
+    ax.set_ylabel("gradients")
+    ax.set_title(f"gradients {name}: {share[name]:.0%} become 0", fontsize=11, weight="normal")
+axes[0].text(-43, axes[0].get_ylim()[1] * 0.85, "0 in float16", fontsize=9)
+axes[0].text(13, axes[0].get_ylim()[1] * 0.85, "infinite", fontsize=9)
+axes[1].set(xlabel="size of the gradient (power of 2)", xlim=(-44, 18))
+fig.suptitle("One multiplication moves the gradients into float16's range")
+plots.show(
+    fig,
+    name="underflow",
+    alt="Two histograms of gradient sizes on a scale of powers of two, with the region that float16 "
+    f"rounds to zero. As they are {share['as they are']:.0%} of the gradients lie in it; "
+    f"multiplied by two to the sixteenth {share['times 2^16']:.1%}.",
+)
+
+# %% [markdown]
+# float16 has room to the right that nobody uses. **Loss scaling** moves the gradients there: multiply the loss, and by the chain rule every gradient is multiplied. Divide before the optimizer sees them. The one danger is the other end: if a gradient becomes infinite, skip the step.
+
+
+# %%
+def scaled_step(model, optimizer, loss, scale):
+    """One step with a fixed scale. Returns False if it had to be skipped."""
+    optimizer.zero_grad()
+    (loss * scale).backward()
+    gradients = [p.grad for p in model.parameters()]  # float32 again: no more danger of underflow
+    for gradient in gradients:
+        gradient /= scale
+    finite = all(gradient.isfinite().all() for gradient in gradients)
+    if finite:
+        optimizer.step()
+    return finite
+
+
+def train(step, dtype, steps=200):
+    """Mean squared error of each step, and how many steps were skipped."""
+    model, losses, skipped = coder(), [], 0
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        batch = small[torch.randint(0, len(small), (64,), generator=draw)]
+        with autocast(dtype):
+            loss = F.mse_loss(model(batch), batch) / 1000
+        skipped += not step(model, optimizer, loss)
+        losses.append(1000 * loss.item())
+    return losses, skipped
+
+
+# %% [markdown]
+# ## Break it: no scale, and too much of it
+#
+# The framework's tool is `torch.amp.GradScaler`. It finds the scale by itself: it starts high, halves the scale after a skipped step, and doubles it after many good ones. Here are five runs, from the same start and with the same batches.
+#
+# **Predict.** What does the loss do without a scale? What with a fixed scale of 2⁴⁰? What if GradScaler *starts* at 2⁴⁰?
+
+
+# %%
+scaler = torch.amp.GradScaler(device, init_scale=2.0**40, growth_interval=100)
+scales = []
+
+
+def with_grad_scaler(model, optimizer, loss):
+    before = scaler.get_scale()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)  # divides, and skips the step if something is not finite
+    scaler.update()
+    scales.append(before)
+    return scaler.get_scale() >= before
+
+
+RUNS = {
+    "float32": (partial(scaled_step, scale=1), torch.float32),
+    "float16, no scale": (partial(scaled_step, scale=1), torch.float16),
+    "float16, scale 2^16": (partial(scaled_step, scale=SCALE), torch.float16),
+    "float16, scale 2^40": (partial(scaled_step, scale=2.0**40), torch.float16),
+    "float16, GradScaler": (with_grad_scaler, torch.float16),
+}
+curves, skips = {}, {}
+for name in tqdm(RUNS, desc="training", file=sys.stdout):
+    curves[name], skips[name] = train(*RUNS[name])
+for name, losses in curves.items():
+    print(f"{name:22} loss {losses[0]:.3f} → {losses[-1]:.3f}, {skips[name]:3} steps skipped")
+
+# %%
+# NBVAL_CHECK_OUTPUT
+learned = {name: losses[-1] < losses[0] / 4 for name, losses in curves.items()}
+for name, yes in learned.items():
+    print(f"{name:22} learns: {yes}")
+assert learned["float16, GradScaler"] and not learned["float16, no scale"]
+assert skips["float16, scale 2^40"] == 200, "too large a scale: every step is infinite"
+
+# %%
+fig, ax = plt.subplots()
+for name, losses in curves.items():
+    ax.plot(losses, label=name, markevery=25)
+ax.set(xlabel="step", ylabel="mean squared error per pixel", ylim=(0, None))
+ax.set_title("Without a scale float16 stops learning; with one it is float32's twin")
+ax.legend(loc="center right")
+plots.show(
+    fig,
+    name="loss-scaling",
+    alt="Loss against steps for five runs. float32, float16 with a scale of two to the sixteenth and "
+    "float16 with GradScaler fall together; float16 without a scale and with two to the fortieth "
+    "stay where they were.",
+)
+print(f"GradScaler: from 2^{np.log2(scales[0]):.0f} to 2^{np.log2(scales[-1]):.0f},", end=" ")
+print(f"{skips['float16, GradScaler']} of {len(scales)} steps skipped, at the beginning")
+
+# %% [markdown]
+# Without a scale nothing fails: no error, no NaN, a loss that stays where it is. That is how you meet it in practice, and the learning rate gets the blame. The cure is one look: count the gradients that are exactly 0. With a fixed scale that is too large every step is skipped; GradScaler loses the first few and then learns like float32. bfloat16 has float32's exponent, so it needs none of this.
+#
+# ## Native or emulated: the case of the T4
+#
+# So take bfloat16 wherever there is some? Colab's free GPU, the T4, was built before bfloat16 came to NVIDIA's GPUs (compute capability 7.5, where 8.0 has it). PyTorch's question and its default answer:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("torch.cuda.is_bf16_supported" + str(inspect.signature(torch.cuda.is_bf16_supported)))
+
+# %% [markdown]
+# It says True on a T4, because a tensor of that type can be made there and computed with: by **emulation**, which converts to float32 and back, as your "by hand" did. [Others found out on a real one](https://github.com/MakazhanAlpamys/Soup/issues/387). Ask with `including_emulation=False`, and take float16 with a scaler where the answer is no. Better still, write down what the device said *and* what you measured, and decide by that. This is the record of your device.
+
+
+# %%
+def bf16_native():
+    """True, False, or None where this PyTorch cannot tell."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return None  # an older PyTorch
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+case = "many samples"
+record = {
+    "name": torch.cuda.get_device_name() if device == "cuda" else "CPU, one core",
+    "capability": torch.cuda.get_device_capability() if device == "cuda" else None,
+    "bf16_supported": torch.cuda.is_bf16_supported() if device == "cuda" else True,
+    "bf16_native": bf16_native(),
+    "samples_per_s": {n: round(CASES[case][1] / times[case][n].median) for n in TYPES},
+    "peak_mib": {n: round(peaks[case, n] / MiB, 1) for n in TYPES},
+}
+print(json.dumps(record, indent=2))
+fastest = max(TYPES, key=record["samples_per_s"].get)
+smallest = min(TYPES, key=record["peak_mib"].get)
+print(f"fastest here: {fastest}; least memory: {smallest}")
+
+# %% [markdown]
+# If the two answers differ, memory has a price in time on your device. The next two ways to save memory have one too, and do not touch the numbers at all.
+#
+# ## Compute twice, keep less
+#
+# **Activation checkpointing** cuts the network into **segments** and keeps only the input of each. In the backward pass it runs one segment forward again, to have the activations when they are needed.
+#
+# Here is a chain of 16 layers whose activations take 1 MiB each. With k segments, k inputs stay, and the activations of one segment, 16/k of them, come on top.
+#
+# **Predict.** For which k is k + 16/k smallest? How much longer does a step take if everything is computed forward twice? (The backward pass does about twice the work of the forward pass.)
+
+# %%
+LAYERS, WIDTH, BATCH = 16, 128, 2048
+torch.manual_seed(0)
+blocks = nn.Sequential(
+    *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS))
+).to(device)
+x = torch.randn(BATCH, WIDTH, device=device)
+
+
+def forward(blocks, x, segments):
+    """The chain in so many segments; 0: without checkpointing."""
+    if segments == 0:
+        return blocks(x)
+    length = LAYERS // segments
+    for start in range(0, LAYERS, length):
+        x = checkpoint(blocks[start : start + length], x, use_reentrant=False)
+    return x
+
+
+def backward(segments):
+    blocks.zero_grad()
+    forward(blocks, x, segments).square().mean().backward()
+
+
+def gradients_of(fn):
+    blocks.zero_grad()
+    fn()
+    return torch.cat([p.grad.flatten() for p in blocks.parameters()])
+
+
+# %% [markdown]
+# First the result: is it the same gradient? And how often does each layer really run forward?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+runs = 0
+
+
+def count(*_):
+    global runs
+    runs += 1
+
+
+handles = [block.register_forward_hook(count) for block in blocks]
+plain = gradients_of(partial(backward, 0))
+print(f"without checkpointing: {runs} layers run forward")
+for segments in (1, 4, 16):
+    runs = 0
+    difference = (gradients_of(partial(backward, segments)) - plain).abs().max().item()
+    same = difference == 0 if device == "cpu" else difference < 1e-6
+    print(f"{segments:2} segments: {runs} layers run forward, gradients the same: {same}")
+    assert same
+for handle in handles:
+    handle.remove()
+
+# %% [markdown]
+# On a CPU the gradients are equal to the last bit: the same operations run in the same order, only some of them twice. (A GPU may sum in another order; there the cell allows 10⁻⁶.)
+
+# %%
+SEGMENTS = [1, 2, 4, 8, 16]
+peak_of = {}
+for segments in (0, *SEGMENTS):
+    blocks.zero_grad()
+    with memory.meter(blocks, x) as meter:
+        backward(segments)
+    peak_of[segments] = meter.peak / MiB
+timings = compare({str(k): partial(backward, k) for k in (0, *SEGMENTS)}, repeat=5)
+slower = {k: float(timings.ratio(str(k), "0")) for k in SEGMENTS}
+
+print(f"{'segments':>10}{'k + 16/k':>10}{'peak, MiB':>11}{'time':>8}")
+print(f"{'none':>10}{'':>10}{peak_of[0]:11.2f}{'1.00×':>8}")
+for k in SEGMENTS:
+    print(f"{k:>10}{k + LAYERS / k:10g}{peak_of[k]:11.2f}{slower[k]:7.2f}×")
+best = min(SEGMENTS, key=peak_of.get)
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(8.5, 3.6))
+shift = peak_of[best] - (best + LAYERS / best)  # weights, gradients, and what backward itself needs
+fine = np.linspace(1, 16, 100)
+axes[0].plot(SEGMENTS, [peak_of[k] for k in SEGMENTS], label="measured")
+axes[0].plot(fine, fine + LAYERS / fine + shift, marker="", label=f"k + 16/k + {shift:.1f}")
+axes[0].axhline(peak_of[0], color="black", linestyle=":", marker="")
+axes[0].text(1, peak_of[0] * 1.02, "without checkpointing", fontsize=9)
+axes[0].set(ylabel="peak (MiB)", ylim=(0, None))
+axes[0].legend(loc="lower right")
+axes[1].plot(SEGMENTS, [slower[k] for k in SEGMENTS], color=plots.COLOURS[1], marker="s")
+axes[1].axhline(1, color="black", linestyle=":", marker="")
+axes[1].text(1, 1.01, "without checkpointing", fontsize=9)
+axes[1].set(ylabel="time ÷ without", ylim=(0.9, max(1.5, *slower.values())))
+for ax in axes:
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(SEGMENTS, SEGMENTS)
+    ax.set_xlabel("segments")
+fig.suptitle(
+    f"{best} segments: {peak_of[best] / peak_of[0]:.2f} of the memory, "
+    f"{slower[best]:.2f} times the time"
+)
+plots.show(
+    fig,
+    name="segments",
+    alt="Two curves against the number of segments. The peak has its minimum, "
+    f"{peak_of[best]:.1f} of {peak_of[0]:.1f} MiB, at {best} segments; the time is "
+    f"{slower[best]:.2f} times that without checkpointing and hardly depends on the number.",
+)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print(f"lowest peak at {best} segments; the square root of {LAYERS} layers is {LAYERS**0.5:g}")
+
+# %% [markdown]
+# The sum k + n/k is smallest at k = √n. So a chain of n equal layers needs memory like √n instead of n, for one more forward pass ([Chen and others, 2016](https://arxiv.org/abs/1604.06174)). The number of segments decides the memory; the time hardly depends on it, because every layer runs twice in any case. One segment saves nothing at all: it drops everything, and then needs everything at once. Real layers differ in size: exercise 17 asks you to cut such a network.
+#
+# ### Dropout, twice
+#
+# A segment with dropout draws random numbers. If it draws others the second time, the gradient belongs to another network. `checkpoint` saves the state of the random generator and sets it back, unless you forbid it.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+noisy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.ReLU()).to(device)
+
+
+def noisy_gradient(run):
+    torch.manual_seed(1)  # the same dropout in all of them
+    noisy.zero_grad()
+    run().square().mean().backward()
+    return noisy[0].weight.grad.clone()
+
+
+want = noisy_gradient(lambda: noisy(x))
+for keep in (True, False):
+    options = {"use_reentrant": False, "preserve_rng_state": keep}
+    got = noisy_gradient(lambda options=options: checkpoint(noisy, x, **options))
+    error = ((got - want).norm() / want.norm()).item()
+    print(f"preserve_rng_state={keep}: gradient right: {error < 1e-6}")
+    assert (error < 1e-6) == keep
+
+# %% [markdown]
+# `preserve_rng_state=False` saves a little time and is right only where nothing is drawn. It raises no error: the gradient is wrong, and you will not be told.
+#
+# ## Train only the head
+#
+# The notes advise: *on Colab nothing too large, prefer pretrained models*. A pretrained model is one that somebody trained on much data. You keep its body, the **backbone**, **freeze** it (its weights get no gradient), and train a small **head** for your own few samples. Without a gradient there is nothing to keep: no activations of the backbone, no gradients, no optimizer state.
+#
+# There is no network here to download one, and random weights are not pretrained. So you pretrain a backbone yourself, on the digits 0 to 7. The new job is to tell 8 from 9, with five pictures of each. Four ways:
+#
+# | way | backbone | what is trained |
+# |---|---|---|
+# | head only | pretrained, frozen | the head |
+# | all, from pretrained | pretrained | everything |
+# | all, from scratch | random | everything |
+# | head on random | random, frozen | the head: the control |
+#
+# **Predict.** Order the four by accuracy, then by memory.
+
+
+# %%
+images = pictures.to(device)
+labels = torch.from_numpy(y_train).long().to(device)
+test_images = (torch.from_numpy(x_test)[:, None].float() / 255).to(device)
+test_labels = torch.from_numpy(y_test).long().to(device)
+
+
+def make_backbone():
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(32 * 49, 128), nn.ReLU(),
+    ).to(device)  # fmt: skip
+
+
+def fit(model, parameters, x, y, steps, batch, lr):
+    optimizer = torch.optim.Adam(parameters, lr=lr)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        chosen = torch.randint(0, len(x), (batch,), generator=draw)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[chosen]), y[chosen]).backward()
+        optimizer.step()
+
+
+def accuracy(model, x, y):
+    with torch.inference_mode():
+        return (model(x).argmax(1) == y).float().mean().item()
+
+
+def pretrain(new):
+    """A backbone that has seen all digits but the new ones."""
+    torch.manual_seed(0)
+    seen = torch.tensor([digit not in new for digit in range(10)], device=device)
+    backbone = make_backbone()
+    model = nn.Sequential(backbone, nn.Linear(128, 10).to(device))
+    fit(model, model.parameters(), images[seen[labels]], labels[seen[labels]], 150, 64, 1e-3)
+    old = seen[test_labels]
+    print(f"backbone for new digits {new}: accuracy on the others", end=" ")
+    print(f"{accuracy(model, test_images[old], test_labels[old]):.1%}")
+    return backbone
+
+
+# %%
+FOUR = {  # pretrained?, frozen?
+    "head only": (True, True),
+    "all, from pretrained": (True, False),
+    "all, from scratch": (False, False),
+    "head on random": (False, True),
+}
+
+
+def new_job(backbone, new, way, seed):
+    """Accuracy, peak in MiB and seconds for one way to learn the new digits from five each."""
+    pretrained, frozen = FOUR[way]
+    torch.manual_seed(seed)
+    order = torch.randperm(len(labels)).to(device)
+    few = torch.cat([order[labels[order] == digit][:5] for digit in new])
+    body = copy.deepcopy(backbone) if pretrained else make_backbone()
+    body.requires_grad_(not frozen)
+    model = nn.Sequential(body, nn.Linear(128, 10).to(device))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    job = partial(fit, model, trained, images[few], labels[few], batch=10, lr=3e-3)
+    timing = measure(partial(job, steps=40), repeat=1, warmup=0)
+    is_new = torch.isin(test_labels, torch.tensor(new, device=device))
+    right = accuracy(model, test_images[is_new], test_labels[is_new])
+    model.zero_grad()
+    with memory.meter(model) as meter:
+        job(steps=1)
+    return right, meter.peak / MiB, timing.median
+
+
+print(MNIST_NOTE)
+JOBS = [(8, 9), (4, 7, 9)]
+outcome = {}
+for new in tqdm(JOBS, desc="new jobs", file=sys.stdout):
+    backbone = pretrain(new)
+    for way in FOUR:
+        runs = [new_job(backbone, new, way, seed) for seed in range(3)]
+        outcome[new, way] = np.median(runs, axis=0)
+for new in JOBS:
+    print(f"new digits {new}, 5 pictures of each, median of 3 draws")
+    for way in FOUR:
+        right, peak, seconds = outcome[new, way]
+        line = f"accuracy {right:.0%}, peak {peak:5.2f} MiB, {seconds:.2f} s"
+        print(f"    {way:22}{line}")
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(8.5, 3.8), sharex=True, sharey=True)
+for ax, new in zip(axes, JOBS, strict=True):
+    for way, marker in zip(FOUR, plots.MARKERS, strict=False):
+        right, peak, _ = outcome[new, way]
+        ax.plot(peak, 100 * right, marker, markersize=9, linestyle="", label=way)
+    names = " and ".join([", ".join(map(str, new[:-1])), str(new[-1])])
+    ax.axhline(100 / len(new), color="black", linestyle=":", marker="")
+    ax.text(0.1, 100 / len(new) + 1, "guessing", fontsize=9)
+    ax.set_title(f"new digits {names}", fontsize=11, weight="normal")
+    ax.set(xlabel="peak (MiB)", ylabel="accuracy (%)", ylim=(25, 100), xlim=(0, None))
+axes[0].legend(loc="lower left", bbox_to_anchor=(0, 0.18), fontsize=9)
+near, far = ((outcome[new, "head only"], outcome[new, "all, from pretrained"]) for new in JOBS)
+fig.suptitle(
+    f"The head alone takes {near[0][1] / near[1][1]:.2f} of the memory; "
+    f"accuracy {100 * (near[0][0] - near[1][0]):+.0f} and {100 * (far[0][0] - far[1][0]):+.0f} points"
+)
+plots.show(
+    fig,
+    name="frozen-backbone",
+    alt="Accuracy against peak memory for four ways to learn new digits, in two panels. Training "
+    f"the head alone takes {near[0][1]:.1f} MiB where training all takes {near[1][1]:.1f}; its "
+    f"accuracy is {near[0][0]:.0%} against {near[1][0]:.0%} for 8 and 9, and {far[0][0]:.0%} "
+    f"against {far[1][0]:.0%} for 4, 7 and 9.",
+)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for new in JOBS:
+    head, everything = outcome[new, "head only"], outcome[new, "all, from pretrained"]
+    control = outcome[new, "head on random"]
+    print(f"new digits {new}")
+    print("    the head alone needs less than half the memory:", head[1] < everything[1] / 2)
+    print("    a pretrained backbone beats a random one:", head[0] > control[0])
+
+# %% [markdown]
+# The advice holds, with its limit. The control says that it is the pretraining that helps, not the freezing. Where the new job is near the old one, the head alone comes close to training everything, for a fraction of memory and time. Where the new digits look alike, and the backbone never had to tell such strokes apart, the head falls behind: then thaw the backbone, last layers first, as far as your memory reaches.
+#
+# ## Move activations elsewhere
+#
+# The last way keeps every activation, but not on the device: `torch.autograd.graph.save_on_cpu()` carries each one to the computer's memory and back. It is built on a pair of **hooks**: `pack` is called when the forward pass keeps a tensor, `unpack` when the backward pass wants it. A pack that only counts shows what would travel.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+weights = {p.untyped_storage().data_ptr() for p in blocks.parameters()}
+kept = {}
+
+
+def pack(tensor):
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() not in weights:  # weights are there anyway
+        kept[storage.data_ptr()] = storage.nbytes()
+    return tensor
+
+
+with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    output = blocks(x)
+print(f"{len(kept)} tensors, {memory.size(sum(kept.values()))}: the input, and 16 activations")
+del output
+
+# %%
+places = {"on the device": torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)}
+places["save_on_cpu"] = torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda")
+for name, hooks in places.items():
+    blocks.zero_grad()
+    with memory.meter(blocks, x) as meter, hooks:
+        start = time.perf_counter()
+        backward(0)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    print(f"{name:14} peak {memory.size(meter.peak):>9}, {1000 * seconds:.0f} ms")
+if device == "cpu":
+    print("The device is the CPU: nothing moved,", x.cpu() is x, "- x.cpu() is x itself.")
+
+# %% [markdown]
+# On a GPU the first number falls and the second rises, by what the link between GPU and computer takes. On a CPU there is nowhere to go, so nothing is saved: the cell says so. What you have seen is the mechanism, and the bytes.
+#
+# ## Two devices: gradients in half the bytes
+#
+# 16 bits also halve a message. In data-parallel training each rank has its own part of the batch, and an **all-reduce** sums the gradients of all ranks. Here each gradient is rounded to the type of the *wire* before it travels, and everything else stays float32.
+#
+# **Predict.** bfloat16 has 8 significant bits. How large is the error of the averaged gradient, relative to its length? Does training notice?
+
+
+# %%
+def my_device():
+    """The GPU of this rank if it was given one, otherwise the core that it is pinned to."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def classifier():
+    torch.manual_seed(0)
+    layers = nn.Linear(196, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+    return nn.Sequential(*layers).to(my_device())
+
+
+def loss_of_step(model, x, y, step, rank, ranks):
+    """The loss on this rank's share of a global batch of 64."""
+    chosen = torch.randint(0, len(x), (64,), generator=torch.Generator().manual_seed(step))
+    mine = chosen[rank::ranks]
+    return F.cross_entropy(model(x[mine].to(my_device())), y[mine].to(my_device()))
+
+
+def flat_gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
+
+
+def data_parallel(x, y, wire, steps):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, losses, sent, seconds = classifier(), [], 0, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of_step(model, x, y, step, rank, ranks)
+        loss.backward()
+        dist.barrier()  # the clock measures the message, not the wait for the other rank
+        start = time.perf_counter()
+        for p in model.parameters():
+            message = (p.grad / ranks).to(wire)
+            dist.all_reduce(message)
+            p.grad.copy_(message)
+            sent += message.nbytes
+        p.grad.sum().item()  # now it is done, also on a GPU
+        seconds.append(time.perf_counter() - start)
+        if step == 0:
+            first = flat_gradient(model)
+        optimizer.step()
+        losses.append(loss.item())
+    checksum = sum(p.detach().double().sum().item() for p in model.parameters())
+    return {"losses": losses, "bytes": sent // steps, "seconds": np.median(seconds),
+            "gradient": first.numpy(), "checksum": checksum}  # fmt: skip
+
+
+digits, classes = small.cpu(), torch.from_numpy(y_train).long()
+wires = {
+    name: launch(data_parallel, 2, digits, classes, dtype, 40) for name, dtype in TYPES.items()
+}
+
+model = classifier()  # one device, the whole batch: what the two must agree with
+loss_of_step(model, digits, classes, step=0, rank=0, ranks=1).backward()
+alone = flat_gradient(model).numpy()
+errors = {
+    name: float(np.linalg.norm(ranks[0]["gradient"] - alone) / np.linalg.norm(alone))
+    for name, ranks in wires.items()
+}
+print(f"{'on the wire':12}{'bytes a step':>14}{'all-reduce':>13}{'error':>10}{'loss after 40':>15}")
+for name, (one, two) in wires.items():
+    ms, loss = 1000 * one["seconds"], (one["losses"][-1] + two["losses"][-1]) / 2
+    print(f"{name:12}{one['bytes']:14,}{ms:10.2f} ms{errors[name]:10.1e}{loss:15.3f}")
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for name, (one, two) in wires.items():
+    half = one["bytes"] * 2 == wires["float32"][0]["bytes"]
+    print(f"{name:10} half the bytes: {half!s:6}", end="")
+    print(f"same weights on both ranks: {one['checksum'] == two['checksum']}")
+print("float32 equals one device within 1e-6:", errors["float32"] < 1e-6)
+print(
+    "bfloat16 within one step of its digits:", errors["bfloat16"] < torch.finfo(torch.bfloat16).eps
+)
+
+# %% [markdown]
+# Half the bytes, an error below one step of bfloat16's digits, and a loss that hardly knows the difference. Whether the *time* falls too is again the device's decision: the conversion costs, and between two cores of one machine a message is cheap. Over a slow network it is not.
+#
+# DistributedDataParallel does this with one line, a **communication hook**. Its documentation ties it to NCCL; here it runs over whatever your ranks use. It must give the gradient that you have just made by hand.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def with_hook(x, y):
+    model = DistributedDataParallel(classifier())
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    loss_of_step(model, x, y, 0, dist.get_rank(), dist.get_world_size()).backward()
+    return flat_gradient(model).numpy()
+
+
+hooked = launch(with_hook, 2, digits, classes)
+by_hand = wires["bfloat16"][0]["gradient"]
+print("both ranks have the same gradient:", np.array_equal(*hooked))
+print("DDP's hook gives the gradient made by hand:", np.allclose(hooked[0], by_hand, rtol=2**-7))
+
+# %% [markdown]
+# ## What a real GPU does differently
+#
+# - **Speed.** Tensor cores multiply float16 and, from compute capability 8.0 on, bfloat16. From there on float32 can use them too, with shorter digits: `torch.set_float32_matmul_precision("high")` allows **TF32**. A comparison must say which float32 it means.
+# - **Size.** A GPU is fast only if it is full: small products gain nothing from any type.
+# - **Memory.** The allocator rounds and keeps what was freed; the peak of the tensors is what this lesson compares.
+# - **Offload** moves real bytes over a real link; `pin_memory=True` lets it overlap with computing.
+#
+# Reference results, if the authors have measured them:
+
+# %%
+path = Path(plots.__file__).parents[1] / "benchmarks" / "results" / "precision.json"
+if path.exists():
+    reference = json.loads(path.read_text())
+    print(", ".join(reference["machine"]["gpus"]), reference["machine"]["date"])
+    for row in reference["rows"]:
+        print("   ", ", ".join(f"{key} {value}" for key, value in row.items()))
+else:
+    print("not measured")
+
+# %% [markdown]
+# ## Then → now
+#
+# | then | now | why |
+# |---|---|---|
+# | `model.half()`, or NVIDIA's Apex | `torch.autocast` | weights stay in float32 |
+# | `torch.cuda.amp.autocast()`, `torch.cuda.amp.GradScaler()` | `torch.autocast("cuda")`, `torch.amp.GradScaler("cuda")` | deprecated in 2024; the new ones know other devices |
+# | `checkpoint(fn, x)` | `checkpoint(fn, x, use_reentrant=False)` | the old way needs an input with a gradient, and warns |
+# | `resnet18(pretrained=True)` | `resnet18(weights="DEFAULT")` | says which weights |
+#
+# ## Exercise
+#
+# [Exercise 17](../exercises/17_precision_and_recompute.ipynb): scale a loss by hand, cut a network of unequal layers into segments, and pick a precision from the record of a device. About 30 minutes.
+#
+# ## Recap
+#
+# Whether 16 bits are faster is decided by the device, and whether they save memory by the share of the activations: measure both. float16 needs a scale, bfloat16 does not, and where bfloat16 is only emulated float16 is the better one. Recomputing about √n segments buys memory with one more forward pass, a frozen backbone buys it with accuracy on jobs far from its own.
+#
+# 1. Your float16 run neither diverges nor learns. What do you look at first?
+# 2. A chain has 100 equal layers. How many segments, and how much of the activations' memory is left at the peak?
+# 3. You switch on autocast, and the peak rises. How can that be?
+#
+# <details><summary>Answers</summary>
+#
+# 1. How many gradients are exactly 0: they underflow if the loss is not scaled. Then whether steps are skipped, because the scale is too large.
+# 2. 10 segments; 10 inputs and 10 activations of one segment, so about a fifth.
+# 3. Weights dominate, not activations: they stay in float32, and autocast adds a copy of each in 16 bits.
+#
+# </details>
+#
+# Go on with [exercise 17](../exercises/17_precision_and_recompute.ipynb).
