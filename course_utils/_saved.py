@@ -96,8 +96,11 @@ def sync(folder: Path) -> None:
 
 def is_ours(path: Path) -> bool:
     """Whether a file begins as a save of this format or an older one, whole or torn."""
-    with open(path, "rb") as file:
-        head = _HEAD.match(file.readline(200))
+    try:
+        with open(path, "rb") as file:
+            head = _HEAD.match(file.readline(200))
+    except OSError:
+        return False  # not known to be ours, so it is not ours to delete
     return head is not None and int(head[1]) <= FORMAT
 
 

@@ -30,25 +30,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from course_utils import _saved
 from course_utils._agree import agree, gather, rank, world_size
-from course_utils._saved import (
-    CheckpointError,
-    RandomNumbers,
-    checksum,
-    described,
-    differences,
-    is_ours,
-    packed,
-    plain,
-    read,
-    sync,
-    unpacked,
-)
+from course_utils._saved import CheckpointError, read
 
 __all__ = ["Checkpoint", "CheckpointError", "Position", "batches", "read"]
 
 _NAME = re.compile(r"save-(\d{6,})\.pt")
-_RNG = "random numbers"  # no keyword can be spelled so: it cannot meet a name of yours
 
 
 class Position(NamedTuple):
@@ -58,20 +46,18 @@ class Position(NamedTuple):
     batch: int
 
 
-def batches(
-    n: int, size: int, *, seed: int, epoch: int, start: int = 0, shuffle: bool = True
-) -> Iterator[list[int]]:
+def batches(n: int, size: int, *, seed: int, epoch: int, start: int = 0) -> Iterator[list[int]]:
     """Rows of each batch of one epoch, from batch `start` on: lists of up to `size` of n rows.
 
     The order follows from `seed` and `epoch` alone, so it needs no saving. With a DataLoader:
-    ``DataLoader(data, batch_sampler=batches(…), generator=torch.Generator())``. Its own
-    generator, because a DataLoader draws one number when its epoch starts. Drawn from torch's
-    global numbers, that one would be drawn again on resuming, and every dropout would differ.
+    ``DataLoader(data, batch_sampler=list(batches(…)), generator=torch.Generator())``. A generator
+    of its own, because a DataLoader draws one number when its epoch starts: from torch's global
+    ones it would be drawn once more on resuming, and every dropout after it would differ.
     """
     import torch
 
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    rows = torch.randperm(n, generator=generator).tolist() if shuffle else list(range(n))
+    rows = torch.randperm(n, generator=generator).tolist()
     for first in range(start * size, n, size):
         yield rows[first : first + size]
 
@@ -97,18 +83,18 @@ class Checkpoint:
             raise ValueError("Checkpoint(folder, model=model, …): at least one thing, keep >= 1")
         for name, thing in things.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                kind = type(thing).__name__
-                raise TypeError(f"{name} ({kind}) has no state_dict() and load_state_dict()")
+                raise TypeError(
+                    f"{name} ({type(thing).__name__}) has no state_dict/load_state_dict"
+                )
         self.folder, self.keep = Path(folder), keep
-        self.things = {**things, _RNG: RandomNumbers()}  # last: loading may draw numbers
+        # The numbers last: loading the others may draw some.
+        self.things = {**things, "random numbers": _saved.RandomNumbers()}
         self._last = 0  # highest number in the folder that this run knows of
         self._good: list[int] = []  # numbers of saves known to be whole, oldest first
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{folder} cannot hold checkpoints: {error}") from error
-
-    # ------------------------------------------------------------------ save
 
     def save(self, epoch: int, batch: int) -> None:
         """Write everything, when `batch` batches of `epoch` are done. All ranks call it.
@@ -125,12 +111,13 @@ class Checkpoint:
             raise ValueError(f"epoch and batch count from 0, not {tuple(at)}")
         mine = agree(self._entries)
         # Ranks compare checksums first, so that a replica's equal weights need not travel.
-        sums = {name: checksum(entry) for name, entry in mine.items()} if world_size() > 1 else {}
+        alone = world_size() == 1
+        sums = {} if alone else {k: _saved.checksum(v) for k, v in mine.items()}
         everyone = gather((at, sums))
         if any(other != at for other, _ in everyone):
             raise CheckpointError(f"ranks are at different positions: {[p for p, _ in everyone]}")
-        first = everyone[0][1]
-        own = {k: None if sums[k] == first.get(k) else mine[k] for k in mine} if rank() else {}
+        same = everyone[0][1].items() & sums.items()  # as on rank 0
+        own = {k: None if (k, sums[k]) in same else mine[k] for k in mine} if rank() else {}
         ranks = [mine, *gather(own)[1:]]
         content = {"epoch": at.epoch, "batch": at.batch, "ranks": ranks}
         agree(lambda: self._write(content) if rank() == 0 else None)
@@ -138,7 +125,7 @@ class Checkpoint:
     def _entries(self) -> dict[str, dict]:
         """Of each thing: its kind, the shapes by which it is recognised, and its state."""
         return {
-            name: {**described(thing), "state": plain(thing.state_dict(), name)}
+            name: {**_saved.described(thing), "state": _saved.plain(thing.state_dict(), name)}
             for name, thing in self.things.items()
         }
 
@@ -150,14 +137,14 @@ class Checkpoint:
                 "resumed from. restore() first to go on from it, or take another folder."
             )
         self._last += 1  # before the file exists: Ctrl-C in between must not shut us out
-        number, data, temporary = self._last, packed(content), self.folder / "save.tmp"
+        number, data, temporary = self._last, _saved.packed(content), self.folder / "save.tmp"
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())  # the bytes are on the disk before they get the name
             os.replace(temporary, self.folder / f"save-{number:06d}.pt")
-            sync(self.folder)
+            _saved.sync(self.folder)
         except OSError as error:
             raise CheckpointError(
                 f"{self.folder}: nothing was saved ({error}); earlier saves are as they were. "
@@ -175,7 +162,7 @@ class Checkpoint:
             return
         for number, path in self._saves():
             try:
-                if number < self._good[0] and is_ours(path):
+                if number < self._good[0] and _saved.is_ours(path):
                     path.unlink()
             except OSError as error:  # the run is safe without this: say it, and go on
                 print(f"[checkpoint] {path.name} is no longer needed, but stays: {error}")
@@ -189,8 +176,6 @@ class Checkpoint:
         found = [(_NAME.fullmatch(name), name) for name in names]
         return sorted((int(match[1]), self.folder / name) for match, name in found if match)
 
-    # ------------------------------------------------------------------ restore
-
     def restore(self) -> Position | None:
         """Load the newest whole save; None if there is none yet. All ranks call it.
 
@@ -202,23 +187,26 @@ class Checkpoint:
                 fit what was given to `Checkpoint`, or the number of ranks. Nothing is loaded
                 then: all things are as they were.
         """
-        name = agree(lambda: self._newest() if rank() == 0 else None)
-        path = gather(name)[0]  # rank 0 chooses for all
-        if path is None:
+        name = gather(agree(lambda: self._newest() if rank() == 0 else None))[0]
+        if name is None:
             return None
+        path = self.folder / name  # chosen by rank 0, for all
         content = agree(lambda: read(path))
         entries = agree(lambda: self._fitting(content, path))
-        before = agree(lambda: packed(self._entries()))
+        before = agree(lambda: _saved.packed(self._entries()))
         try:
             agree(lambda: self._load(entries))
         except BaseException:  # Ctrl-C too: never half of one model and half of another
-            self._load(unpacked(before))
+            self._load(_saved.unpacked(before))
             raise
+        # Only now may save() write here: a run that did not fit must not delete this one's saves.
+        self._last, self._good = self._saves()[-1][0], [int(_NAME.fullmatch(name)[1])]
         return Position(content["epoch"], content["batch"])
 
-    def _newest(self) -> Path | None:
-        saves, refused = self._saves(), []
-        for number, path in reversed(saves):
+    def _newest(self) -> str | None:
+        """Name of the newest whole save, None if there is no file; prints what it refuses."""
+        refused: list[str] = []
+        for _, path in reversed(self._saves()):
             try:
                 read(path)
             except CheckpointError as error:
@@ -226,11 +214,11 @@ class Checkpoint:
                 continue
             for line in refused:
                 print(f"[checkpoint] refused {line}. Resuming from {path.name}.")
-            self._last, self._good = saves[-1][0], [number]
-            return path
+            return path.name
         if refused:
+            listed = "\n  ".join(refused)
             raise CheckpointError(
-                f"no save in {self.folder} can be used:\n  " + "\n  ".join(refused) + "\n"
+                f"no save in {self.folder} can be used:\n  {listed}\n"
                 "Put a whole one there, or take another folder to start from the beginning."
             )
         return None
@@ -240,22 +228,22 @@ class Checkpoint:
         ranks, wrong = content["ranks"], []
         if len(ranks) != world_size():
             raise CheckpointError(
-                f"{path.name} was saved by {len(ranks)} ranks and this run has "
-                f"{world_size()}. Use as many; or take the weights alone, from "
-                'read(path)["ranks"][0]["model"]["state"].'
+                f"{path.name} was saved by {len(ranks)} ranks and this run has {world_size()}. Use "
+                'as many; or take the weights alone: read(path)["ranks"][0]["model"]["state"].'
             )
         entries = {k: ranks[0][k] if v is None else v for k, v in ranks[rank()].items()}
         for name in sorted(entries.keys() | self.things.keys()):
             if name not in self.things or name not in entries:
                 wrong.append(f"{name}: only {'in the file' if name in entries else 'here'}")
             else:
-                wrong += differences(name, entries[name], described(self.things[name]))
+                here = _saved.described(self.things[name])
+                wrong += _saved.differences(name, entries[name], here)
         if wrong:
             more = [f"… and {len(wrong) - 9} more"] if len(wrong) > 9 else []
+            listed = "\n  ".join(wrong[:9] + more)
             raise CheckpointError(
-                f"{path.name} does not fit this run, nothing was loaded:\n  "
-                + "\n  ".join(wrong[:9] + more)
-                + "\nBuild everything as it was when it was saved, or take another folder."
+                f"{path.name} does not fit this run, nothing was loaded:\n  {listed}\n"
+                "Build everything as it was when it was saved, or take another folder."
             )
         return entries
 
