@@ -83,9 +83,7 @@ class Checkpoint:
             raise ValueError("Checkpoint(folder, model=model, …): at least one thing, keep >= 1")
         for name, thing in things.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise TypeError(
-                    f"{name} ({type(thing).__name__}) has no state_dict/load_state_dict"
-                )
+                raise TypeError(f"{name}: {type(thing)} has no state_dict/load_state_dict")
         self.folder, self.keep = Path(folder), keep
         # The numbers last: loading the others may draw some.
         self.things = {**things, "random numbers": _saved.RandomNumbers()}
