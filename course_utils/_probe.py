@@ -6,6 +6,7 @@ of a step is measured apart, because the peak of `optimizer.step` does not depen
 """
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class Trial:
     peaks: tuple[int, ...]  # of forward, backward, step, forward, backward, step; fewer if OOM
     error: str | None = None  # what the allocator said when memory ran out
     kinds: Mapping[str, int] = field(default_factory=dict)  # bytes by kind, then
+    needed: int | None = None  # bytes in use and asked for, then; None if the error does not say
     # Bytes alive after each allocation, in order (the operations are the same at every batch
     # size), and how much of them were parameters, gradients and optimizer state.
     moments: tuple[int, ...] = field(default=(), repr=False)
@@ -153,6 +155,7 @@ class Job:
                 raise
             trial.error = str(error)  # never the error itself: its traceback holds the tensors
             trial.kinds = trial.meter.peak_by_kind()
+            trial.needed = _asked(trial.error) and trial.meter.live + _asked(trial.error)
         finally:
             self.before.restore()
         if trial.error is not None or self.device.type == "cuda":
@@ -189,6 +192,7 @@ class _Notes:
         self.peaks: list[int] = []
         self.error: str | None = None
         self.kinds: Mapping[str, int] = {}
+        self.needed: int | None = None
 
     def phase_ends(self) -> None:
         self.peaks.append(self.meter.peak)
@@ -208,9 +212,17 @@ class _Notes:
             tuple(self.peaks),
             self.error,
             self.kinds,
+            self.needed,
             moments=tuple(all_ + beyond for all_, _ in ups),
             fixed=tuple(fixed + beyond for _, fixed in ups),
         )
+
+
+def _asked(message: str) -> int | None:
+    """Bytes, from "Tried to allocate 1.50 GiB"; None where the message does not say."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)", message)
+    powers = {"bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
+    return int(float(found[1]) * 1024 ** powers[found[2]]) if found else None
 
 
 def _samples(batch: Any, asked: int) -> int:

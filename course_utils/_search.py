@@ -11,18 +11,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from course_utils import memory
-from course_utils._probe import Job, Trial
+from course_utils._probe import PHASES, Job, Trial
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 MOST_TRIALS = 6
-NEAR = 0.98  # this share of the predicted maximum is near enough to stop
+# When to stop: this share of the predicted maximum is near enough; or, once a trial has failed,
+# this share of the smallest size that did not fit.
+NEAR, CLOSED = 0.98, 0.93
+# An allocator of a GPU keeps blocks that it cannot use for what is asked: aim a little lower.
+AIM_CUDA = 0.97
 # The second trial: an eighth of a guess that is itself too small, because it costs time; but 16
 # samples where they are at most half of the guess, because rounded sizes make short lines wrong.
 CAREFUL, APART = 8, 16
-FARTHEST = 256  # how many times its base a line is trusted
-RETREAT = (0.95, 0.8, 0.5, 0.25)  # how far to go from what fitted to what did not, n-th time
+FARTHEST = 1000  # how many times its base a line is trusted
+# How far to go from what fitted to what did not, at least and at most, after 1, 2, ... failures.
+RETREAT = ((0.3, 0.92), (0.2, 0.7), (0.1, 0.5), (0.05, 0.3), (0.0, 0.1))
 
 Line = tuple[int, int, int, int]  # through (batch size, bytes) and (batch size, bytes)
 
@@ -32,26 +37,20 @@ class DoesNotFit(RuntimeError):
 
 
 def lines(trials: Sequence[Trial]) -> list[Line]:
-    """For each moment of training the line through the two largest sizes that reached it.
+    """For each moment of training the line through the two largest sizes that fitted.
 
-    A trial that ran out of memory counts up to there, where it needed more than the limit.
     With one trial only, all but parameters, gradients and state is taken as proportional to the
     batch: the line is too steep, so a size chosen by it is too small, hardly ever too large.
+    Where the number of allocations changes with the batch, the moments are the six phases.
     """
-    good = [t for t in trials if t.fits]
-    detailed = len({len(t.moments) for t in good}) == 1
-    known: list[list[tuple[int, int]]] = [
-        [] for _ in (good[0].moments if detailed else good[0].peaks)
-    ]
-    for trial in sorted(trials, key=lambda t: t.batch_size):
-        values = list(trial.moments if detailed else trial.peaks)
-        if not trial.fits:
-            values.append(trial.limit + 1)
-        for points, value in zip(known, values, strict=False):
-            points.append((trial.batch_size, value))
-    if len(known[0]) == 1:
-        return [(0, low, *points[0]) for low, points in zip(good[0].fixed, known, strict=True)]
-    return [(*points[-2], *points[-1]) for points in known]
+    last = sorted((t for t in trials if t.fits), key=lambda t: t.batch_size)[-2:]
+    if len(last) == 1:
+        (one,) = last
+        return [(0, low, one.batch_size, p) for low, p in zip(one.fixed, one.moments, strict=True)]
+    one, two = last
+    same = len(one.moments) == len(two.moments)
+    pairs = zip(*(t.moments if same else t.peaks for t in last), strict=True)
+    return [(one.batch_size, p1, two.batch_size, p2) for p1, p2 in pairs]
 
 
 def predict(through: Sequence[Line], size: int) -> int:
@@ -67,8 +66,25 @@ def room(through: Sequence[Line], limit: int) -> int | float:
     )
 
 
-def next_size(trials: Sequence[Trial], most: int | float) -> tuple[int, str]:
-    """The size to try next; or 0, and why the search is over."""
+def trusted(through: Sequence[Line], failed: Trial, fixed: Sequence[int]) -> float:
+    """The largest size that may fit, judged by where a trial ran out of memory.
+
+    If it then needed more than the limit, a power of the size is laid through what fitted and
+    what was needed. If it did not, the allocator cannot use all it has (fragments): then the
+    lines count up to what they say of that moment.
+    """
+    detailed = len(through) == len(fixed)
+    moment = min(len(failed.moments if detailed else failed.peaks), len(through) - 1)
+    _, _, best, measured = through[moment]
+    size, needed, low = failed.batch_size, failed.needed or 0, fixed[moment] if detailed else 0
+    if needed <= failed.limit or not low < measured < failed.limit:
+        return room(through, min(failed.limit, predict(through[: moment + 1], size)) - 1)
+    power = math.log((needed - low) / (measured - low)) / math.log(size / best)
+    return size * ((failed.limit - low) / (needed - low)) ** (1 / power)
+
+
+def next_size(trials: Sequence[Trial], most: int | float, limit: int) -> tuple[int, str]:
+    """The size to try next so that the peak meets `limit`; or 0, and why the search is over."""
     good = [t.batch_size for t in trials if t.fits]
     bad = [t.batch_size for t in trials if not t.fits]
     if not good:
@@ -78,18 +94,19 @@ def next_size(trials: Sequence[Trial], most: int | float) -> tuple[int, str]:
     if best >= ceiling:
         return 0, (f"{best + 1} does not fit" if best + 1 in bad else "there is no more to try")
     through = lines(trials)
-    limit = trials[0].limit
-    want = room(through, limit)
+    failed = [t for t in trials if not t.fits]
+    want = min(room(through, limit), ceiling, FARTHEST * best)
     if len(good) == 1 and want < ceiling:
         want = max(best + 1, want // CAREFUL, min(APART, want // 2))
-    elif len(good) > 1 and best >= NEAR * min(want, ceiling):
-        needs = f"{best + 1} would take {memory.size(predict(through, best + 1))}"
-        near = f"{best} is within {1 - NEAR:.0%} of the most that can fit"
-        return 0, (near if want > best else f"{needs} by the lines")
-    want = min(want, ceiling, FARTHEST * best)
-    if bad and len(good) > 1:
-        step = RETREAT[min(len(bad), len(RETREAT)) - 1]
-        want = min(want, best + max(1, int(step * (ceiling - best))))
+    elif failed:
+        fixed = next(t.fixed for t in trials if t.fits)
+        told = min(trusted(through, t, fixed) for t in failed)
+        low, high = (best + share * (ceiling - best) for share in RETREAT[len(failed) - 1])
+        want = max(low, min(want, told, high))
+    if len(good) > 1 and best >= (CLOSED if failed else NEAR) * want:
+        if want > best:
+            return 0, f"{best} is near enough to the most that can fit, {int(want)} at best"
+        return 0, f"by the lines {best + 1} would pass {memory.size(limit)}"
     return max(best + 1, int(want)), ""
 
 
@@ -100,6 +117,7 @@ def search(job: Job, most: int | float, trials_left: int = MOST_TRIALS) -> tuple
         DoesNotFit: not even the smallest size.
     """
     trials: list[Trial] = []
+    aim = int(job.limit * (AIM_CUDA if job.device.type == "cuda" else 1))
     size, why = int(min(2, most)), ""
     while size and len(trials) < trials_left:
         predicted = predict(lines(trials), size) if any(t.fits for t in trials) else None
@@ -112,7 +130,7 @@ def search(job: Job, most: int | float, trials_left: int = MOST_TRIALS) -> tuple
         trials.append(trial)
         if trial.batch_size < size:
             most = trial.batch_size  # the data has no more
-        size, why = next_size(trials, most)
+        size, why = next_size(trials, most, aim)
     if not any(t.fits for t in trials):
         raise DoesNotFit(_breakdown(trials[-1]))
     return trials, why or f"{trials_left} trials are the most"
