@@ -180,7 +180,7 @@ class SafeStep:
         self._prepare()
         total = samples(batch)
         found.size = min(self.micro_batch or total, total)
-        parts = list(split(batch, found.size)) if total else []
+        parts = [batch] if found.size == total else list(split(batch, found.size))
         counts = [number(self.count(part)) for part in parts]
         found.count = sum(counts)
         losses = []
