@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from course_utils import memory
-from course_utils._keras_trial import custom_objects_of, try_in_child, try_on_gpu
+from course_utils._keras_gpu import free_on_gpu, try_on_gpu
+from course_utils._keras_trial import custom_objects_of, try_in_child
 from course_utils._search import DoesNotFit
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class KerasTrial:
     batch_size: int
     predicted: int | None
     measured: int | None  # the peak of two steps
+    second: int | None = None  # the resident memory's peak in the second step alone
     error: str | None = None  # how it ended where memory ran out
 
     @property
@@ -141,7 +143,7 @@ def find_keras_batch_size(
     import tensorflow as tf
 
     on_gpu = bool(tf.config.get_visible_devices("GPU"))
-    limit = limit or (_free_on_gpu() if on_gpu else None)
+    limit = limit or (free_on_gpu() if on_gpu else None)
     if not on_gpu:
         _check_cpu(limit)
     objects = {**custom_objects_of(model), **(custom_objects or {})}
@@ -164,11 +166,11 @@ def search(
 ) -> tuple[list[KerasTrial], str]:
     """The trials in the order in which they ran, and why there was no further one.
 
-    ``attempt(batch_size, limit)`` returns {"peak", "error", "per_sample"}: bytes; error is
-    None where it fits. Batch 1 shows what does not grow with the batch. The second trial goes
-    by the sizes of the layers' outputs, which may be wrong by a factor of two. The line
-    through both is often too flat, because at batch 1 another moment has the peak: the third
-    trial aims low, and from there on the line is good enough to aim at the limit.
+    ``attempt(batch_size, limit)`` returns {"peak", "second", "error", "per_sample"}: bytes;
+    error is None where it fits. Batch 1 shows what does not grow with the batch. The second
+    trial goes by the sizes of the layers' outputs, which may be wrong by a factor of two. The
+    line through both is often too flat, because at batch 1 another moment has the peak, the
+    tracing of the graph for one: so the second step counts too, and the third trial aims low.
     """
     first = attempt(1, limit)
     if first["error"]:
@@ -179,7 +181,7 @@ def search(
             f"of it take {takes}, beyond an idle TensorFlow: raise `limit` above that, or make "
             "the model smaller."
         )
-    trials = [KerasTrial(1, None, first["peak"])]
+    trials = [KerasTrial(1, None, first["peak"], first["second"])]
     while True:
         low = max((t for t in trials if t.fits), key=lambda t: t.batch_size)
         high = min((t.batch_size for t in trials if not t.fits), default=None)
@@ -193,7 +195,8 @@ def search(
             return trials, f"{MOST_TRIALS} trials are the most"
         batch, predicted = _next(trials, limit, cap, first["per_sample"])
         found = attempt(batch, limit)
-        trials.append(KerasTrial(batch, predicted, found["peak"], found["error"]))
+        figures = (predicted, found["peak"], found["second"], found["error"])
+        trials.append(KerasTrial(batch, *figures))
 
 
 def _next(
@@ -206,8 +209,8 @@ def _next(
         # Peaks vary by a few MiB from run to run: points too near make a wrong line.
         apart = [t for t in lower[1:] if low.measured - t.measured > 0.08 * limit]
         other = (apart or lower[:1])[-1]
-        line = (low.measured - other.measured) / (low.batch_size - other.batch_size)
-        slope = max(line, per_sample / 3, 1.0)
+        rise = max(low.measured - other.measured, low.second - other.second)
+        slope = max(rise / (low.batch_size - other.batch_size), per_sample / 3, 1.0)
         near = len(lower) > 1 or low.measured > 0.75 * limit
         aim = (AIM if near else CAREFUL) * limit
     else:
@@ -257,15 +260,3 @@ def _check_cpu(limit: int | None) -> None:
             "without a GPU this search needs Linux, where a process can limit its own memory: "
             "run it there (WSL or Colab will do), or on a GPU"
         )
-
-
-def _free_on_gpu() -> int:
-    """Bytes of the first GPU that TensorFlow's tensors do not hold."""
-    from tensorflow.config.experimental import get_memory_info
-
-    from course_utils.devices import census
-
-    gpus = census().usable_gpus
-    if not gpus or gpus[0].total_memory is None:
-        raise ValueError("how much memory the GPU has cannot be read: pass limit= in bytes")
-    return gpus[0].total_memory - get_memory_info("GPU:0")["current"]

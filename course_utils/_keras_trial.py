@@ -5,11 +5,10 @@ private writable memory, VmData in proc(5). The peak of VmData is not on record;
 peak of all mappings, is, and what else is mapped (libraries) hardly changes meanwhile.
 """
 
-import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,14 @@ def try_in_child(job: tuple, timeout: float, batch: int, limit: int | None) -> d
         except RankError as error:
             said = log.read_text(errors="replace") if log.exists() else ""
             if error.type_name in DEATHS and any(each in said for each in NO_MEMORY):
-                return _ended(f"{error.type_name}, no memory")
+                return ended(f"{error.type_name}, no memory")
             if limit is None:
                 error.add_note(
                     f"Batch {batch} fails without a limit too. Last words:\n{said[-2000:]}"
                 )
                 raise
             unclear.append(error.type_name)
-            return _ended(error.type_name)
+            return ended(error.type_name)
 
     found = child(limit)
     if unclear:
@@ -65,8 +64,8 @@ def try_on_cpu(
 
     Without a limit, 80 % of the machine's free memory is one: a trial may fail, not take
     the machine with it. `log` receives all that is printed. Returns ``peak`` (bytes beyond
-    an idle TensorFlow), ``error`` (None, or how memory ran out), and of batch 1 ``per_sample``
-    (bytes of the layers' outputs).
+    an idle TensorFlow), ``second`` (resident bytes at the peak of the second step), ``error``
+    (None, or how memory ran out), and of batch 1 ``per_sample`` (of the layers' outputs).
     """
     import ctypes
     import resource
@@ -84,61 +83,28 @@ def try_on_cpu(
     tf.config.threading.set_inter_op_parallelism_threads(1)
     tf.config.set_visible_devices([], "GPU")
     tf.function(lambda x: x @ x)(tf.ones((8, 8)))  # starts TensorFlow's threads
-    idle = _status("VmData")
-    model = _load(path, objects)
+    idle, resident = _status("VmData"), _status("VmRSS")
+    model = load(path, objects)
     gc.collect()
     libc.malloc_trim(0)
     limit = int(0.8 * psutil.virtual_memory().available) if limit is None else limit
     resource.setrlimit(resource.RLIMIT_DATA, (idle + limit, resource.RLIM_INFINITY))
     try:
-        _assert_limited(limit)
+        _assert_limited(idle + limit)
         data = checked(make_batch(batch), batch)
-        for _ in range(2):  # the optimizer's state exists from the second on
-            model.train_on_batch(*data)
+        model.train_on_batch(*data)  # traces the graph, and makes the optimizer's state
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # VmHWM, the peak of resident memory, starts anew: see proc(5)
+        model.train_on_batch(*data)
+        second = _status("VmHWM") - resident
     except Exception as error:
         if not is_oom(error):
             raise
-        return _ended(type(error).__name__.lstrip("_"))
+        return ended(type(error).__name__.lstrip("_"))
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
     libraries = _status("VmSize") - _status("VmData")
-    return _fits(batch, _status("VmPeak") - libraries - idle, model, data)
-
-
-def try_on_gpu(
-    path: str,
-    objects: dict[str, Any],
-    make_batch: Callable[[int], Any],
-    batch: int,
-    limit: int | None,
-) -> dict[str, Any]:
-    """The same on this process's first GPU, by TensorFlow's allocator; not run by the authors.
-
-    All figures are beyond what the process holds there already.
-    """
-    from tensorflow.config.experimental import get_memory_info, reset_memory_stats
-
-    found = _ended("")
-    model = data = None
-    gc.collect()
-    held = get_memory_info("GPU:0")["current"]
-    with _random_state_kept():
-        try:
-            reset_memory_stats("GPU:0")
-            model = _load(path, objects)
-            data = checked(make_batch(batch), batch)
-            for _ in range(2):
-                model.train_on_batch(*data)
-            found = _fits(batch, get_memory_info("GPU:0")["peak"] - held, model, data)
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            found = _ended(type(error).__name__)
-    del model, data
-    gc.collect()
-    if limit is not None and found["error"] is None and found["peak"] > limit:
-        return _ended("more than the limit")
-    return found
+    return fits(batch, _status("VmPeak") - libraries - idle, second, model, data)
 
 
 # ---------------------------------------------------------------- what both need
@@ -159,12 +125,12 @@ def checked(data: Any, batch: int) -> tuple[Any, ...]:
     return data
 
 
-def _ended(how: str) -> dict[str, Any]:
-    return {"peak": None, "error": how}
+def ended(how: str) -> dict[str, Any]:
+    return {"peak": None, "second": None, "error": how}
 
 
-def _fits(batch: int, peak: int, model: Any, data: tuple[Any, ...]) -> dict[str, Any]:
-    found = {"peak": peak, "error": None}
+def fits(batch: int, peak: int, second: int, model: Any, data: tuple[Any, ...]) -> dict[str, Any]:
+    found = {"peak": peak, "second": second, "error": None}
     return found | ({"per_sample": _bytes_per_sample(model, data)} if batch == 1 else {})
 
 
@@ -182,7 +148,7 @@ def custom_objects_of(model: Any) -> dict[str, Any]:
     return found
 
 
-def _load(path: str, objects: dict[str, Any]) -> Any:
+def load(path: str, objects: dict[str, Any]) -> Any:
     import keras
 
     try:
@@ -223,12 +189,12 @@ def _status(name: str) -> int:
 _ELSEWHERE = "a trial on a CPU needs Linux. Try sizes by hand, or use a GPU"
 
 
-def _assert_limited(limit: int) -> None:
+def _assert_limited(taken: int) -> None:
     """A system that takes the limit but does not enforce it would let everything fit."""
     import mmap
 
     try:
-        mmap.mmap(-1, limit, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        mmap.mmap(-1, taken, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError:
         return
     raise RuntimeError(f"this system does not enforce RLIMIT_DATA: {_ELSEWHERE}")
@@ -240,25 +206,3 @@ def _print_into(log: str) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """The random state of Python, NumPy, TensorFlow and Keras is afterwards as it was."""
-    import random
-
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
-    generators = [tf.random.get_global_generator()]
-    seeds = keras.src.random.seed_generator.global_seed_generator()
-    states = [random.getstate(), np.random.get_state(), generators[0].state.numpy()]
-    keras_state = seeds.state.numpy()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        generators[0].state.assign(states[2])
-        seeds.state.assign(keras_state)
