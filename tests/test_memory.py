@@ -281,7 +281,8 @@ MODELS = {
     ),
     "transformer": (
         lambda: nn.Sequential(
-            nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
+            # copies its layer, also when tensors are fake
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2),
             nn.Flatten(), nn.Linear(320, 10),
         ),
         (10, 32),
@@ -352,6 +353,12 @@ def sharded_steps():
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters())
     x = torch.ones(2, 512)
+    with memory.meter(model, optimizer, x) as meter, torch.no_grad():
+        model(x)
+        first = meter.peak  # before anything has shown the meter that storages are resized
+        meter.reset()
+        model(x)
+        peaks = first, meter.peak
     rows = []
     with memory.meter(model, optimizer, x) as meter:
         for _ in range(2):
@@ -363,15 +370,14 @@ def sharded_steps():
             optimizer.zero_grad()
             del loss
             rows.append((gc.collect() and 0 or meter.live, truth() - before))
-    return rows, meter.peak
+    return rows, peaks
 
 
 def test_sharded_storages_are_resized_behind_the_dispatcher_and_still_right():
-    for rows, peak in launch(sharded_steps, 2):
+    for rows, (first, second) in launch(sharded_steps, 2):
         for counted, true in rows:
             assert counted == pytest.approx(true, abs=64)
-        # Gathered are at most three of the four layers at once, of 1 MiB each, on both ways.
-        assert max(true for _, true in rows) < peak < 4 * 4 * MiB
+        assert first == pytest.approx(second, rel=0.01)
 
 
 # ---------------------------------------------------------------- what counts as out of memory
