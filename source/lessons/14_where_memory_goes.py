@@ -36,6 +36,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 import tempfile
 import weakref
 from pathlib import Path
@@ -185,7 +186,7 @@ for kind, size in weighed.items():
     )
 
 # %% [markdown]
-# Right to the byte, up to the last number: for each of the four parameter tensors Adam also counts its steps, in 4 bytes. So a model in training with Adam holds four times its parameters, before it has seen any data. Other optimizers keep other things. And none of this is there from the start.
+# Right to the byte, up to the last number: for each of the four parameter tensors Adam also counts its steps, in 4 bytes. So a model in training with Adam holds four times its parameters, whatever the batch. Other optimizers keep other things. And none of this is there from the start.
 #
 # **Predict.** After which line does the optimizer's state appear: when the optimizer is made, at the first backward, at the first step?
 
@@ -224,18 +225,18 @@ for name, optimizer in optimizers.items():
 del loss
 
 # %% [markdown]
-# The state is **lazy**: it appears at the first step. A program that has survived forward and backward once has not yet seen its largest moment. Keep that in mind for lesson 16, where a batch size is to be found: one forward pass proves nothing.
+# The state is **lazy**: it appears at the first step. A program that has survived forward and backward once may have its largest moment before it. Keep that in mind for lesson 16, where a batch size is to be found: one forward pass proves nothing.
 #
 # ## Round 2: what a batch adds
 #
-# **Activations** are the results of the forward pass that the backward pass will need. The seeds of this course have a small image classifier, for 150 × 150 pixels in three colours; here it is in PyTorch.
+# **Activations** are the results of the forward pass that the backward pass will need. One of the tutorials that this course grew from trains a small image classifier, for 150 × 150 pixels in three colours. Here it is in PyTorch.
 #
 # **Predict.** From a batch of 1 to a batch of 8: what happens to parameters, gradients, optimizer state, activations?
 
 
 # %%
 def make_cnn(device=device):
-    """The image classifier of the seeds: 150 × 150 × 3 pixels, two classes."""
+    """A small image classifier: 150 × 150 pixels in three colours, two classes."""
     torch.manual_seed(0)
     layers, channels = [], 3
     with torch.device(device):  # where new tensors are made
@@ -367,7 +368,7 @@ plots.show(
     meter.figure(),
     name="two-steps-of-adam",
     alt="Memory of two training steps over time, stacked by kind. Activations climb in forward and "
-    "fall in backward while gradients rise; the optimizer state appears at the end of the first "
+    "fall in backward while gradients rise; the optimizer state appears in the first "
     f"step. Peaks: {memory.size(peaks[0])} and {memory.size(peaks[1])}.",
 )
 print("peak of step 1:", memory.size(peaks[0]))
@@ -383,7 +384,7 @@ print("the second step is higher:", peaks[1] > peaks[0])
 #
 # ## Round 3: summaries, and shape errors before training
 #
-# `torchsummary` prints a model as a table: one line for each layer that ran, in a forward pass with two random samples. (Its "MB" are MiB.)
+# Notes of a bootcamp that this course grew from recommend a summary against shape errors. `torchsummary` prints a model as a table: one line for each layer that ran, in a forward pass with two random samples. (Its "MB" are MiB.)
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -416,8 +417,9 @@ print("lines of the table printed before the error:", len(silent.getvalue().spli
 silent = io.StringIO()
 with contextlib.redirect_stdout(silent):
     torchsummary.summary(broken[:14], (3, 150, 150), device=device)
-print(re.findall(r".*(?:MaxPool2d|Flatten|Dropout).*", silent.getvalue())[-3].strip())
-print(re.findall(r".*Flatten.*", silent.getvalue())[-1].strip())
+for line in silent.getvalue().splitlines():
+    if line.strip().startswith(("MaxPool2d-12", "Flatten-13", "Dropout-14")):
+        print(line)
 
 broken[14] = nn.Linear(7 * 7 * 128, 512).to(device)
 print("the mended model gives", list(broken(images(2)).shape))
@@ -437,13 +439,13 @@ else:
     raise AssertionError("the shape error was not found")
 
 # %% [markdown]
-# The other model of the seeds is an auto-encoder: it squeezes an image and draws it again. Here a wrong shape would not even raise before the loss: it would give an image of another size. The summary shows that the last shape is the first one again.
+# Another of these tutorials trains an **auto-encoder**: it squeezes an image and draws it again. Here a wrong shape would not even raise before the loss: it would give an image of another size. The summary shows that the last shape is the first one again.
 
 
 # %%
 # NBVAL_CHECK_OUTPUT
 def make_autoencoder():
-    """The auto-encoder of the seeds, for images whose sides are multiples of 20."""
+    """A small auto-encoder, for images whose sides are multiples of 20."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 5, padding=2), nn.ReLU(), nn.MaxPool2d(4),
@@ -607,29 +609,48 @@ print("some estimate is less than half of the truth:", max(every) > 2)
 print("some estimate is above the truth:", min(every) < 1)
 
 # %% [markdown]
-# Wrong in both directions, so it is no bound. Where parameters weigh most, the estimate is far too small: it has no gradients and no optimizer state. Where activations weigh most, `torchsummary` is too large: it counts outputs that nobody keeps. `torchinfo` counts only the outputs of layers that have parameters, and neither sees what happens inside a layer, such as the attention scores. Use them for shapes. For memory, weigh.
+# Wrong in both directions, so it is no bound. Where parameters weigh most, the estimate is far too small: it has no gradients and no optimizer state. Where activations weigh most, `torchsummary` is too large: it counts outputs that nobody keeps. `torchinfo` counts only the outputs of layers that have parameters, and neither sees what happens inside a layer, such as the steps of attention. Use them for shapes. For memory, weigh.
 #
 # ## Round 4: tensors are not the process
 #
-# Your system monitor shows another number: the **resident set size** (RSS), the memory that the system has really given to the process. Here a fresh process measures both, at the same moments.
+# Your system monitor shows another number: the **resident set size** (RSS), the memory that the system has really given to the process. Here a fresh process trains the CNN for two steps with 4 images and measures both, at the same moments. Then it makes some tensors of its own.
 #
-# **Predict.** `torch.empty` makes a tensor of 256 MiB and writes nothing into it. What do the meter and the system say? And what does each say after 20 000 small tensors were made, and all but every 50th deleted?
+# **Predict.** Which is larger at the peak of training, what the meter counts or what the process has grown by? `torch.empty` makes a tensor of 256 MiB and writes nothing into it: what do the meter and the system say? And after 20 000 small tensors were made, and all but every 50th deleted?
 
 
 # %%
+def largest_rss(process):
+    """Bytes. Windows and Unix keep this figure in different places, macOS in another unit."""
+    if hasattr(process.memory_info(), "peak_wset"):
+        return process.memory_info().peak_wset
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def two_scales():
-    """Meter and RSS in bytes at several moments, and the RSS before."""
+    """The RSS before, then rows: a moment, bytes by the meter, bytes by which the RSS grew."""
     import psutil
 
-    process, moments = psutil.Process(), []
-
+    process, rows = psutil.Process(), []
     with memory.meter(device="cpu") as meter:
         torch.ones(1)  # the first operation loads code of the meter's own
         start = process.memory_info().rss
 
         def weigh(moment):
-            moments.append((moment, meter.live, process.memory_info().rss - start))
+            rows.append((moment, meter.live, process.memory_info().rss - start))
 
+        model, x = make_cnn("cpu"), torch.rand(4, 3, 150, 150)
+        adam = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            loss = model(x).square().mean()
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+        rows.append(("CNN: peak of two steps", meter.peak, largest_rss(process) - start))
+        del model, adam, x, loss
+        weigh("CNN: all deleted")
         large = torch.empty(64 * 2**20)
         weigh("empty, 256 MiB")
         large.fill_(1)
@@ -640,42 +661,34 @@ def two_scales():
         weigh("20 000 tensors of 4 KiB")
         small = small[::50]
         weigh("every 50th of them kept")
-        del small
-        weigh("all deleted")
-        conv, x = nn.Conv2d(32, 64, 3), torch.rand(8, 32, 64, 64)
-        before = meter.live, process.memory_info().rss
-        meter.reset()
-        conv(x).square().mean().backward()
-        peak = meter.peak - before[0], process.memory_info().rss - before[1]
-    return start, moments, peak
+    return start, rows
 
 
-((start, moments, peak),) = launch(two_scales, 1)
+((start, rows),) = launch(two_scales, 1)
 print(f"{'':26}{'tensors (meter)':>16}{'process (RSS)':>18}")
 print(f"{'Python and its libraries':26}{'0 bytes':>16}{memory.size(start):>18}")
-for moment, tensors, resident in moments:
-    print(f"{moment:26}{memory.size(tensors):>16}{'+' + memory.size(max(resident, 0)):>18}")
-print(f"{'a convolution, at its peak':26}{'+' + memory.size(peak[0]):>16}")
-print(f"{'  and what it left behind':26}{'':16}{'+' + memory.size(peak[1]):>18}")
+for moment, tensors, grown in rows:
+    print(f"{moment:26}{memory.size(tensors):>16}{'+' + memory.size(grown):>18}")
 
 # %%
 # NBVAL_CHECK_OUTPUT
-by_name = {moment: (tensors / MiB, resident / MiB) for moment, tensors, resident in moments}
-print("empty is counted at once by the meter:", by_name["empty, 256 MiB"][0] >= 256)
-print(
-    "the system gives it when it is written:",
-    by_name["filled"][1] > 200 + by_name["empty, 256 MiB"][1],
-)
-print("most small tensors are gone for the meter:", by_name["every 50th of them kept"][0] < 5)
-print("but not for the system:", by_name["every 50th of them kept"][1] > 40)
+seen = {moment: (tensors / MiB, grown / MiB) for moment, tensors, grown in rows}
+empty, filled = seen["empty, 256 MiB"], seen["filled"]
+few = seen["every 50th of them kept"]
+print("empty counts at once for the meter:", empty[0] >= 256)
+print("for the system only when it is filled:", filled[1] - empty[1] > 200)
+print("for the meter most small tensors are gone:", few[0] < 5)
+print("for the system they are not:", few[1] - seen["deleted"][1] > 40)
 
 # %% [markdown]
 # Four reasons for two numbers:
 #
 # 1. **Code.** Python, PyTorch and their libraries are in the process, and are no tensors.
 # 2. **Promises.** The system hands out memory when it is first written, not when it is asked for.
-# 3. **Retention.** A large tensor goes back to the system at once. Small ones lie side by side on pages of 4 KiB and more, and the allocator of the C library keeps these for the next request. A few survivors spread over many pages hold all of them: that is **fragmentation**.
+# 3. **Retention.** Only a very large block goes back to the system as soon as it is deleted. Smaller ones the allocator of the C library keeps for the next request; look at the CNN after *all deleted*. A few survivors, spread over many pages, can hold all of these: that is **fragmentation**.
 # 4. **Workspaces.** Kernels take memory for themselves, such as a reordered copy of a weight. No tensor looks at it.
+#
+# The peak of the CNN's training shows their sum.
 #
 # So a limit on tensors and a limit on the process are not the same number, and neither follows from the other. The meters of this course count tensors, because that is what your program decides, and what CUDA's allocator counts too.
 #
@@ -979,14 +992,14 @@ else:
 #
 # Parameters, gradients and optimizer state are a fixed price, of four times the parameters with Adam, and the last of them appears at the first step. Activations grow with the batch, and are what autograd keeps, not what layers return. A summary finds shape errors; what training takes you weigh, or predict with a fake run.
 #
-# 1. A model has 100 million float32 parameters, a quarter of them frozen. How much do parameters, gradients and Adam's state take?
-# 2. Two ranks train it with DDP. How much is that on each rank, without activations and without bucket views?
+# 1. The parameters of a model take 400 MiB in float32, a quarter of them is frozen. How much do gradients and Adam's state take?
+# 2. Two ranks train it with DDP, without bucket views. How much has each of them, activations apart?
 # 3. `nvidia-smi` shows 9 GiB, `torch.cuda.memory_allocated()` 2 GiB. Name two things that the rest can be.
 #
 # <details><summary>Answers</summary>
 #
-# 1. 400 MB for the parameters, 300 MB for the gradients, 600 MB for the state: 1300 MB, or 1.21 GiB. What is frozen has neither gradient nor state.
-# 2. The same 1300 MB, and 300 MB of buckets: each rank has everything.
+# 1. 300 MiB and 600 MiB (and a few bytes for step counters): what is frozen has neither gradient nor state. With the parameters that is 1300 MiB.
+# 2. 1600 MiB: the same 1300 MiB, because each rank has everything, and 300 MiB of buckets.
 # 3. Blocks that PyTorch's allocator has reserved and keeps for later; the CUDA context and libraries; or another process.
 #
 # </details>
