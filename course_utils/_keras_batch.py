@@ -9,7 +9,6 @@ trial is a process of its own, which limits itself: see :mod:`course_utils._kera
 a GPU TensorFlow's allocator counts: ``tf.config.experimental.get_memory_info``.
 """
 
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from course_utils import memory
 from course_utils._keras_gpu import free_on_gpu, try_on_gpu
-from course_utils._keras_trial import custom_objects_of, try_in_child
+from course_utils._keras_trial import check_cpu, custom_objects_of, try_in_child
 from course_utils._search import DoesNotFit
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ def find_keras_batch_size(
     on_gpu = bool(tf.config.get_visible_devices("GPU"))
     limit = limit or (free_on_gpu() if on_gpu else None)
     if not on_gpu:
-        _check_cpu(limit)
+        check_cpu(limit)
     objects = {**custom_objects_of(model), **(custom_objects or {})}
     with tempfile.TemporaryDirectory(prefix="keras-batch-") as folder:
         path = Path(folder) / "model.keras"
@@ -247,16 +246,3 @@ def _check(model: Any, limit: int | None, max_batch: int | None, headroom: float
         raise ValueError(f"max_batch={max_batch}: at least 1")
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom={headroom}: a share of the limit, from 0 to below 1")
-
-
-def _check_cpu(limit: int | None) -> None:
-    if limit is None:
-        raise ValueError(
-            "everything on this machine shares the CPU's memory: say how much of it the "
-            "training may use, such as limit=512 * MiB"
-        )
-    if sys.platform != "linux":
-        raise RuntimeError(
-            "without a GPU this search needs Linux, where a process can limit its own memory: "
-            "run it there (WSL or Colab will do), or on a GPU"
-        )

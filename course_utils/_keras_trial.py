@@ -19,6 +19,19 @@ NO_MEMORY = ("std::bad_alloc", "Cannot allocate memory", "Resource temporarily u
 TRACED_WITH = 1009  # a batch size that no other dimension is a multiple of
 
 
+def check_cpu(limit: int | None) -> None:
+    if limit is None:
+        raise ValueError(
+            "everything on this machine shares the CPU's memory: say how much of it the "
+            "training may use, such as limit=512 * MiB"
+        )
+    if sys.platform != "linux":
+        raise RuntimeError(
+            "without a GPU this search needs Linux, where a process can limit its own memory: "
+            "run it there (WSL or Colab will do), or on a GPU"
+        )
+
+
 def try_in_child(job: tuple, timeout: float, batch: int, limit: int | None) -> dict[str, Any]:
     """One trial in a process of its own; whatever is not about memory is raised here.
 
@@ -88,7 +101,8 @@ def try_on_cpu(
     gc.collect()
     libc.malloc_trim(0)
     limit = int(0.8 * psutil.virtual_memory().available) if limit is None else limit
-    resource.setrlimit(resource.RLIMIT_DATA, (idle + limit, resource.RLIM_INFINITY))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (idle + limit, before[1]))
     try:
         _assert_limited(idle + limit)
         data = checked(make_batch(batch), batch)
@@ -102,7 +116,7 @@ def try_on_cpu(
             raise
         return ended(type(error).__name__.lstrip("_"))
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, before)
     libraries = _status("VmSize") - _status("VmData")
     return fits(batch, _status("VmPeak") - libraries - idle, second, model, data)
 
