@@ -190,7 +190,7 @@ for name, tensor in {
     print(f"{name:24}{tensor.dtype}")
 
 # %% [markdown]
-# So the weights and their gradients are float32, and the optimizer notices nothing. Which type other operations pick depends on the device; this is the list for yours. (A sum of two types takes the larger one.)
+# So the weights and their gradients are float32, and the optimizer notices nothing. Which type other operations pick depends on the device; this is the list for yours; [PyTorch's documentation](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) has all of them. (A sum of two types takes the larger one.)
 
 # %%
 with torch.autocast(device, dtype=torch.bfloat16):
@@ -229,7 +229,7 @@ def training_step(model, optimizer, x, y, dtype):
     optimizer.step()
 
 
-CASES = {"many samples": (64, 2048), "large layers": (512, 16)}  # width, batch
+CASES = {"many samples": (64, 1024), "large layers": (512, 16)}  # width, batch
 if device == "cuda":
     CASES = {"many samples": (512, 65536), "large layers": (8192, 32)}
 times, peaks = {}, {}
@@ -372,7 +372,7 @@ def scaled_step(model, optimizer, loss, scale):
     return finite
 
 
-def train(step, dtype, steps=200):
+def train(step, dtype, steps=150):
     """Mean squared error of each step, and how many steps were skipped."""
     model, losses, skipped = coder(), [], 0
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -428,7 +428,7 @@ learned = {name: losses[-1] < losses[0] / 4 for name, losses in curves.items()}
 for name, yes in learned.items():
     print(f"{name:22} learns: {yes}")
 assert learned["float16, GradScaler"] and not learned["float16, no scale"]
-assert skips["float16, scale 2^40"] == 200, "too large a scale: every step is infinite"
+assert skips["float16, scale 2^40"] == 150, "too large a scale: every step is infinite"
 
 # %%
 fig, ax = plt.subplots()
@@ -617,7 +617,7 @@ print(f"lowest peak at {best} segments; the square root of {LAYERS} layers is {L
 #
 # ### Dropout, twice
 #
-# A segment with dropout draws random numbers. If it draws others the second time, the gradient belongs to another network. `checkpoint` saves the state of the random generator and sets it back, unless you forbid it.
+# A segment with dropout draws random numbers. If it draws others the second time, the gradient belongs to another network. [`checkpoint`](https://docs.pytorch.org/docs/stable/checkpoint.html) saves the state of the random generator and sets it back, unless you forbid it.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -786,7 +786,7 @@ for new in JOBS:
 assert outcome[(8, 9), "head only"][0] > outcome[(8, 9), "head on random"][0]
 
 # %% [markdown]
-# The advice holds for 8 and 9: the head alone is as good as training everything, for a fraction of the memory and the time, and the control says that it is the pretraining that helps. For 4, 7 and 9 it does not. The new digits look alike, the backbone never had to tell such strokes apart, and what it has thrown away no head can bring back. Compare also "all, from scratch" with "all, from pretrained": ten pictures are enough for a network this small, so pretraining gives little once everything may move. The more the new job differs, the more of the backbone you have to thaw, last layers first, as far as your memory reaches.
+# The advice holds for 8 and 9: the head alone is as good as training everything, for a fraction of the memory and the time, and the control says that it is the pretraining that helps. For 4, 7 and 9 it does not. The new digits look alike, the backbone never had to tell such strokes apart, and what it has thrown away no head can bring back. Compare also "all, from scratch" with "all, from pretrained": ten pictures are enough for a network this small, so pretraining gives little or nothing once everything may move. The more the new job differs, the more of the backbone you have to thaw, last layers first, as far as your memory reaches.
 #
 # ## Move activations elsewhere
 #
@@ -909,13 +909,13 @@ for name, (one, two) in wires.items():
     part = one["bytes"] / wires["float32"][0]["bytes"]
     print(f"{name:10}{part:4g} of the bytes; ", end="")
     print(f"same weights on both ranks: {one['checksum'] == two['checksum']}")
-print("float32 equals one device within 1e-6:", errors["float32"] < 1e-6)
+print("float32 equals one device within 1e-5:", errors["float32"] < 1e-5)
 print(
     "bfloat16 within one step of its digits:", errors["bfloat16"] < torch.finfo(torch.bfloat16).eps
 )
 
 # %% [markdown]
-# Half the bytes, an error below one step of bfloat16's digits, and a loss that hardly knows the difference. Whether the *time* falls too is again the device's decision: the conversion costs, and between two cores of one machine a message is cheap. Over a slow network it is not.
+# In float32 the two devices agree with one up to the order of additions, which a GPU may choose differently from a core: hence 10⁻⁵ and not 0. In bfloat16: half the bytes, an error below one step of bfloat16's digits, and a loss that hardly knows the difference. Whether the *time* falls too is again the device's decision: the conversion costs, and between two cores of one machine a message is cheap. Over a slow network it is not.
 #
 # In DistributedDataParallel (DDP) this is a **communication hook**: a function that gets a bucket of gradients and sends it its own way. There is one ready made, `bf16_compress_hook`, but it asks for the GPUs' own libraries. So here is your own, in three lines; it must give the gradient that you have just made by hand.
 
