@@ -206,7 +206,7 @@ def _next(
     failed = [t.batch_size for t in trials if not t.fits]
     if lower:
         # Peaks vary by a few MiB from run to run: points too near make a wrong line.
-        apart = [t for t in lower[1:] if low.measured - t.measured > 0.08 * limit]
+        apart = [t for t in lower[1:] if low.measured - t.measured > 0.04 * limit]
         other = (apart or lower[:1])[-1]
         rise = max(low.measured - other.measured, low.second - other.second)
         slope = max(rise / (low.batch_size - other.batch_size), per_sample / 3, 1.0)
