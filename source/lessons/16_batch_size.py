@@ -1,0 +1,927 @@
+# ---
+# jupyter:
+#   course:
+#     rows: [O6]
+#     minutes: {read: 20, do: 25}
+#     devices: 2
+#     path: core
+#     extra: torch,peers
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # The largest batch that fits
+#
+# After this lesson you can find the largest batch that fits into your memory in about four trials, tell why most tools need more and leave memory unused, and train on when memory runs out in the middle of an epoch, without losing a sample.
+#
+# | | |
+# |---|---|
+# | **Time** | 20 minutes to read, 25 to do |
+# | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); what a meter counts, by kind ([lesson 14](14_where_memory_goes.ipynb)); why a kept exception keeps tensors ([lesson 15](15_out_of_memory.ipynb)) |
+# | **You will** | mend a well-known cure that leaks · see why one forward is not a probe · predict the largest batch from two small ones · run four tools under the same limit · build a big batch from small ones, exactly · write a step that survives |
+# | **Runs on** | no GPU: a budget of 32 MiB on a core · a GPU: 1 GiB of it · the part on two devices: two pinned cores, or two GPUs |
+# | **Last verified** | Python 3.11, PyTorch 2.13.0, accelerate 1.15.0, Lightning 2.6.6, toma 1.1.0 |
+
+# %%
+import importlib.util
+import itertools
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+from course_utils import memory, plots
+from course_utils.batch_size import find_batch_size, throughput
+from course_utils.devices import census, slots
+from course_utils.launch import launch
+from course_utils.memory import GiB, MiB
+from course_utils.training import SafeStep, train_epoch
+
+plots.use_style()
+
+# %%
+print(census())
+devices = slots(2)
+assert len(devices) == 2, "the end of this lesson runs on two devices"
+
+# %% [markdown]
+# ## A model, a limit, a step
+#
+# The model is a small network for images, trained with Adam. On a GPU the limit is a part of its memory; on a core it is a budget that `memory.meter` keeps, as in lessons 14 and 15.
+
+
+# %%
+def my_device():
+    """The GPU, if this process sees one: of this rank, if it is a rank."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    width = 16384 if torch.cuda.is_available() else 512
+    layers += [nn.Flatten(), nn.Linear(1024, width), nn.ReLU(), nn.Linear(width, 10)]
+    return nn.Sequential(*layers).to(my_device())
+
+
+def make_batch(n):
+    images = torch.randn(n, 3, 32, 32, device=my_device())
+    return images, torch.randint(10, (n,), device=my_device())
+
+
+def loss_fn(model, batch):
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def train_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss_fn(model, batch).backward()
+    optimizer.step()
+
+
+def fresh():
+    model = make_model()
+    return model, torch.optim.Adam(model.parameters())
+
+
+LIMIT = GiB if torch.cuda.is_available() else 32 * MiB
+torch.set_num_threads(1)  # here one core is one device
+START = 2048 if LIMIT < GiB else 16384  # samples: surely too many
+print("limit:", memory.size(LIMIT))
+print("parameters:", memory.size(memory.kinds(make_model())["parameters"]))
+
+# %% [markdown]
+# ## A cure from 2021, and why it leaks
+#
+# The bootcamp notes have a cure for running out of memory: try the whole batch; when it fails, train on each sample alone. The printed code has a syntax error, so it never ran as printed. Here is its shape in our words:
+#
+# ```python
+# try:
+#     train_step(batch)
+# except RuntimeError:          # out of memory?
+#     for sample in batch:
+#         train_step(sample)    # still inside the handler
+# ```
+#
+# Three things are wrong with it. `RuntimeError` is also what a wrong shape raises; PyTorch has `torch.OutOfMemoryError` for this. A batch of 100 becomes 100 steps instead of one, so another model is trained. And the retry runs *inside* the handler.
+#
+# **Predict.** A batch that is too large has just failed. How much of the limit is in use before the step, inside `except`, and after it?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def where_it_is(n):
+    """Bytes in use before the step, inside the handler, and after it."""
+    model, optimizer = fresh()
+    with memory.meter(model, optimizer, limit=LIMIT) as meter:
+        batch = make_batch(n)
+        before = meter.live
+        try:
+            train_step(model, optimizer, batch)
+        except torch.OutOfMemoryError:
+            inside = meter.live
+        else:
+            raise AssertionError("the batch was to be too large")
+        optimizer.zero_grad()  # the failed backward may have left some gradients
+        return before, inside, meter.live
+
+
+before, inside, after = where_it_is(START // 2)
+print("inside the handler more than half of the limit is still in use:", inside > LIMIT / 2)
+print("after it everything that the step made is free:", after == before)
+
+# %%
+for name, live in {"before the step": before, "inside except": inside, "after it": after}.items():
+    print(f"{name:16} {memory.size(live):>9}  ({live / LIMIT:.0%} of the limit)")
+
+# %% [markdown]
+# An exception carries its **traceback**: the frames of all functions that it came through, with their variables. While the handler runs, Python holds the exception, and the frames hold the activations. No `gc.collect()` and no `empty_cache()` inside the handler can free what is still in use. When the `except` block ends, Python drops the exception, and everything is free.
+#
+# So the mended form notes inside the handler *that* it failed, and tries again after it. Two functions that halve until it fits, one inside the handler, one outside:
+
+
+# %%
+def retry_inside(model, optimizer, n):
+    try:
+        train_step(model, optimizer, make_batch(n))
+        return n
+    except torch.OutOfMemoryError:
+        # Every failed try is still held here, by the handlers around this one.
+        return retry_inside(model, optimizer, n // 2) if n > 1 else 0
+
+
+def retry_outside(model, optimizer, n):
+    while True:
+        try:
+            train_step(model, optimizer, make_batch(n))
+            return n
+        except torch.OutOfMemoryError:
+            pass
+        n //= 2  # here the exception is gone
+
+
+reached = {}
+for retry in (retry_inside, retry_outside):
+    model, optimizer = fresh()
+    with memory.meter(model, optimizer, limit=LIMIT):
+        reached[retry.__name__] = retry(model, optimizer, START)
+    print(f"{retry.__name__:13} ends at", reached[retry.__name__] or "0: not even one sample fits")
+assert reached["retry_inside"] < reached["retry_outside"]
+
+# %% [markdown]
+# The same limit, the same halving. Whoever retries inside the handler gets a far smaller batch, or none at all. PyTorch's developers [call this expected](https://github.com/pytorch/pytorch/issues/27600): the exception holds on to the frame.
+#
+# ## Halving: how many tries, and how much is left unused
+#
+# How good is what halving finds? For that you need the truth: the largest batch that fits, by **bisection**: try the middle between one that fits and one that does not. It takes a dozen tries and is exact. A try is two whole steps with a fresh model; why two, you will see below.
+
+
+# %%
+def two_steps(n):
+    """Raises torch.OutOfMemoryError when training with n samples does not fit."""
+    model, optimizer = fresh()
+    with memory.meter(model, optimizer, limit=LIMIT):
+        batch = make_batch(n)
+        for _ in range(2):
+            train_step(model, optimizer, batch)
+
+
+def fits(n):
+    try:
+        two_steps(n)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def bisect(low, high):
+    """The largest n that fits; low is known to fit, high not to."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+truth = bisect(1, START)
+print("the largest batch that fits:", truth)
+print(f"halving from {START} ends at {reached['retry_outside']}:", end=" ")
+print(f"{reached['retry_outside'] / truth:.0%} of it")
+
+# %% [markdown]
+# Where between 50 % and 100 % halving ends is luck. Shrinking in smaller steps leaves less unused, and takes longer. Both need no model to be judged, only arithmetic.
+#
+# **Predict.** Halving from 4096 needs at most 13 tries. How many does shrinking by a tenth need, if the answer is 8?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def shrink(factor, start, largest):
+    """How many tries, and which share of the largest is reached."""
+    size, tries = start, 1
+    while size > largest:
+        size, tries = int(size * factor), tries + 1
+    return tries, size / largest
+
+
+print("from 4096, for every largest size between 8 and 4096:")
+for factor in (0.5, 0.9):
+    tries, shares = zip(*(shrink(factor, 4096, n) for n in range(8, 4097)), strict=True)
+    print(f"  times {factor}: at most {max(tries)} tries, ", end="")
+    print(
+        f"reaches {min(shares):.0%} to {max(shares):.0%}, {statistics.mean(shares):.0%} on average"
+    )
+print("for 8, times 0.9:", shrink(0.9, 4096, 8)[0], "tries")
+
+# %% [markdown]
+# ## One forward is not a probe
+#
+# A quick way to test a size is one forward, or one forward and backward. Here are the peaks of two training steps, phase by phase: `meter.reset()` sets the peak to what is in use now.
+#
+# **Predict.** A batch of 8 images: which phase has the highest peak? Is the second step like the first?
+
+
+# %%
+def peaks_of_two_steps(n, limit=None):
+    """Peaks of forward, backward and optimizer step, twice, in bytes."""
+    model, optimizer = fresh()
+    peaks = []
+    with memory.meter(model, optimizer, limit=limit) as meter:
+        batch = make_batch(n)
+        for _ in range(2):
+            optimizer.zero_grad()
+            meter.reset()
+            loss = loss_fn(model, batch)
+            peaks.append(meter.peak)
+            meter.reset()
+            loss.backward()
+            peaks.append(meter.peak)
+            meter.reset()
+            optimizer.step()
+            peaks.append(meter.peak)
+            del loss
+    return peaks
+
+
+peaks = peaks_of_two_steps(8)
+for number, (forward, backward, step) in enumerate([peaks[:3], peaks[3:]], start=1):
+    print(f"step {number}: forward {memory.size(forward):>8},", end=" ")
+    print(f"backward {memory.size(backward):>8}, optimizer {memory.size(step):>8}")
+
+# %% [markdown]
+# The forward of the first step needs the parameters and little else. Gradients come with the backward. Adam keeps two numbers for each parameter, and makes them in its *first* step: they are in use during the forward of the second. And the optimizer's step itself has the highest peak of all, because Adam's formula needs temporary results as large as the parameters.
+#
+# So there is a limit at which forward and backward fit, and training dies:
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def how_far(optimizer_class, limit, **options):
+    model = make_model()
+    optimizer = optimizer_class(model.parameters(), **options)
+    batch, survived = make_batch(8), []
+    try:
+        with memory.meter(model, optimizer, batch, limit=limit):
+            loss = loss_fn(model, batch)
+            survived.append("forward")
+            loss.backward()
+            survived.append("backward")
+            optimizer.step()
+            survived.append("step")
+    except torch.OutOfMemoryError:
+        return survived
+    return survived
+
+
+little = 3.5 * memory.kinds(make_model())["parameters"]
+print("limit 3.5 times the parameters, batch 8")
+print("  SGD               survives", how_far(torch.optim.SGD, little, lr=0.1))
+print("  Adam              survives", how_far(torch.optim.Adam, little))
+
+# %% [markdown]
+# Then run the whole step? It moves the weights. A pull request to a detector called rf-detr ([#1342](https://github.com/roboflow/rf-detr/pull/1342), 2026) tells the story: its probe left `optimizer.step()` out; calling it naively moved a weight from 1.0 to 0.9899 before training had begun. The same in five lines:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+weight = nn.Parameter(torch.ones(1))
+optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.01)
+weight.grad = torch.ones(1)
+optimizer.step()
+print("weight after the probe:", round(weight.item(), 4))
+
+optimizer.param_groups[0]["lr"] = 0.0  # a step with a learning rate of 0 moves no weight …
+kept = weight.item()
+optimizer.step()
+print("moved with lr = 0:", weight.item() != kept)
+print("but the optimizer has counted its steps:", int(optimizer.state[weight]["step"]))
+
+# %% [markdown]
+# A learning rate of 0 is not enough either: Adam's averages and its count of steps have changed, and so may BatchNorm's statistics, the random numbers, and the gradients. A probe must copy all of that and put it back, also when it ends in an error. The probes by hand on this page make a fresh model each time instead.
+#
+# ## The line through two peaks
+#
+# Now measure phases apart, for growing batches.
+#
+# **Predict.** Which of the three peaks grows with the batch? Draw the three lines before you run the cell.
+
+# %%
+SIZES = [1, 16, 32, 64, 128, 256, 384]
+if LIMIT >= GiB:
+    SIZES = [2 * n for n in SIZES]
+phases = {n: [peak / MiB for peak in peaks_of_two_steps(n)[3:]] for n in SIZES}
+
+print("batch   forward  backward  optimizer's step   (MiB, second step)")
+for n, (forward, backward, step) in phases.items():
+    print(f"{n:5}  {forward:8.1f}  {backward:8.1f}  {step:16.1f}")
+
+
+# %%
+def line_through(a, b, peaks):
+    """Intercept and slope of the line through the points at a and b."""
+    slope = (peaks[b] - peaks[a]) / (b - a)
+    return peaks[a] - slope * a, slope
+
+
+compute = {n: max(forward, backward) for n, (forward, backward, _) in phases.items()}
+stepping = {n: step for n, (_, _, step) in phases.items()}
+intercept, slope = line_through(SIZES[1], SIZES[2], compute)
+flat, rise = line_through(SIZES[1], SIZES[2], stepping)
+predicted = int((LIMIT / MiB - intercept) / slope)
+farthest = max(compute[n] / (intercept + slope * n) - 1 for n in SIZES)
+bend = (flat - intercept) / (slope - rise)  # where the two lines cross
+
+fig, ax = plt.subplots()
+ax.plot(SIZES, list(compute.values()), ls="none", label="forward and backward")
+ax.plot(SIZES, list(stepping.values()), ls="none", label="optimizer's step")
+ends = [0, predicted]
+ax.plot(ends, [intercept + slope * n for n in ends], marker="", label="line through two points")
+ax.axhline(LIMIT / MiB, color="black", linestyle="--", marker="")
+ax.text(0, LIMIT / MiB * 1.02, "limit")
+ax.axvline(predicted, color="black", linestyle=":", marker="")
+ax.text(predicted * 0.985, LIMIT / MiB * 0.03, f"{predicted} samples", ha="right")
+place = (bend, intercept + slope * bend)
+ax.annotate("the bend", place, (bend, 2 * place[1]), arrowprops={"arrowstyle": "->"})
+ax.set(xlabel="batch size (samples)", ylabel="peak (MiB)", ylim=(0, LIMIT / MiB * 1.15))
+ax.set_title("Two batches predict the largest: the line meets the limit")
+ax.legend(loc="lower right", bbox_to_anchor=(0.93, 0.07))
+plots.show(
+    fig,
+    name="the-line-through-two-peaks",
+    alt="Peak memory against batch size. Forward and backward lie on a straight line that rises "
+    f"and meets the limit at {predicted} samples; the peak of the optimizer's step is flat.",
+)
+print(f"predicted from {SIZES[1]} and {SIZES[2]} samples: {predicted}; by bisection: {truth}")
+print(f"largest deviation of a point from the line: {farthest:.1%}")
+print(f"per sample: forward and backward {slope:.4f} MiB, optimizer's step {rise:.4f} MiB")
+print(f"the larger of the two peaks bends at about {bend:.0f} samples")
+
+# %% [markdown]
+# The peak of forward and backward lies on a line: parameters, gradients and optimizer state, plus the same bytes for each sample. The optimizer's step is almost flat: all that it sees of the batch is that its images are in memory too. Whoever measures only one number, the highest peak of a step, sees a flat line until the bend and learns nothing from small batches. Measured apart, two small batches are enough. (Other models have bends of their own: a library may change to an algorithm that needs more memory from some size on. So a prediction has to be verified.)
+#
+# ## Build the prober: predict, then verify
+#
+# Two small trials, a line, and a trial at what it promises. If that fails, step back a little.
+
+
+# %%
+def by_hand(limit, a=32, b=64):
+    """The batch size, and all sizes that were tried."""
+    tried, compute = [], {}
+    for n in (a, b):
+        peaks = peaks_of_two_steps(n, limit)  # raises where not even this fits
+        compute[n] = max(peaks[3:5])
+        tried.append((n, True))
+    intercept, slope = line_through(a, b, compute)
+    size = int((limit - intercept) / slope)
+    while True:
+        try:
+            peaks_of_two_steps(size, limit)
+            tried.append((size, True))
+            return size, tried  # this size has run
+        except torch.OutOfMemoryError:
+            tried.append((size, False))
+        size = int(0.95 * size)
+
+
+size, tried = by_hand(LIMIT)
+print(f"found {size} in {len(tried)} trials, {size / truth:.1%} of the largest: {tried}")
+
+# %% [markdown]
+# `find_batch_size` is this, with what practice asks for: the first slope may mislead, so it refines the line; a size is returned only after two whole steps with it; at most six trials; everything that a trial changes is put back; and several ranks agree.
+
+# %%
+model, optimizer = fresh()
+found = find_batch_size(model, optimizer, make_batch, loss_fn, limit=LIMIT)
+print(found)
+plots.show(
+    found.plot(),
+    name="trials-of-find-batch-size",
+    alt=f"Peak memory against batch size: {len(found.trials)} trials, the prediction through them "
+    f"and the limit. {found.batch_size} samples were found.",
+)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+same = all(
+    torch.equal(a, b) for a, b in zip(model.parameters(), make_model().parameters(), strict=True)
+)
+print("at most 6 trials:", len(found.trials) <= 6)
+print("at least 95 % of the largest that fits:", found.batch_size >= 0.95 * truth)
+print("the size that it returns runs:", fits(found.batch_size))
+print("parameters as before, bit for bit:", same)
+print("optimizer state as before:", len(optimizer.state) == 0)
+
+# %% [markdown]
+# ## The tools side by side
+#
+# Four tools and five methods, the same model, the same limit, in your notebook. accelerate shrinks by a tenth and toma halves, both from a size that you must guess (here the same for both). Lightning doubles from 2 (`power`), and may bisect after that (`binsearch`); each of its trials is three steps. A trial of the others is two steps. All of them take the budget's error for what it is: they look for words in its text, and these words are there.
+#
+# **Predict.** Which method tries most often, and which may return a size that it never tried?
+
+
+# %%
+class Log:
+    """A trial that tools may call: two steps under the limit, written down."""
+
+    def __init__(self):
+        self.tried = []
+
+    def __call__(self, batch_size):
+        self.tried.append((batch_size, False))
+        two_steps(batch_size)
+        self.tried[-1] = (batch_size, True)
+        return batch_size
+
+
+def with_accelerate():
+    from accelerate.utils import find_executable_batch_size
+
+    log = Log()
+
+    def search():
+        # It wants a function whose first argument is the batch size.
+        return find_executable_batch_size(lambda batch_size: log(batch_size), START)(), log.tried
+
+    return search
+
+
+def with_toma():
+    from toma import simple
+
+    log = Log()
+    return lambda: (simple.batch(log, START), log.tried)
+
+
+def ours():
+    model, optimizer = fresh()
+
+    def search():
+        found = find_batch_size(model, optimizer, make_batch, loss_fn, limit=LIMIT)
+        return found.batch_size, [(trial.batch_size, trial.fits) for trial in found.trials]
+
+    return search
+
+
+# %% [markdown]
+# Lightning wants a model of its own kind, with a `batch_size` and a loader. The data set here makes a whole batch at a time, so that nothing but the batch counts.
+
+
+# %%
+def with_lightning(mode):
+    import pytorch_lightning as pl
+    from pytorch_lightning.tuner import Tuner
+
+    for name in ("pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    tried = []
+
+    class Images(torch.utils.data.Dataset):
+        def __len__(self):
+            return START
+
+        def __getitems__(self, indices):
+            if not tried or tried[-1][0] != len(indices):
+                tried.append((len(indices), False))
+            return make_batch(len(indices))
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.batch_size = make_model(), 2
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(Images(), self.batch_size, collate_fn=lambda b: b)
+
+        def training_step(self, batch, index):
+            return loss_fn(self.model, batch)
+
+        def on_train_batch_end(self, outputs, batch, index):
+            if index == 2:  # the third step of a trial
+                tried[-1] = (len(batch[0]), True)
+
+    def search():
+        module = Module()
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        with tempfile.TemporaryDirectory() as folder, memory.meter(module, limit=LIMIT):
+            place = {"accelerator": my_device().type, "devices": 1, "default_root_dir": folder}
+            trainer = pl.Trainer(**place, **quiet, enable_checkpointing=False, max_epochs=1)
+            return Tuner(trainer).scale_batch_size(module, mode=mode), tried
+
+    return search
+
+
+# %%
+METHODS = {  # name: the package that it needs, and how to make the search
+    "accelerate": ("accelerate", with_accelerate),
+    "toma": ("toma", with_toma),
+    "Lightning, power": ("pytorch_lightning", lambda: with_lightning("power")),
+    "Lightning, binsearch": ("pytorch_lightning", lambda: with_lightning("binsearch")),
+    "find_batch_size": ("course_utils", ours),
+}
+results = {}
+for name, (package, make) in tqdm(METHODS.items(), desc="searches", file=sys.stdout):
+    if importlib.util.find_spec(package) is None:
+        continue
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of loaders without workers, and the like
+        search = make()  # imports are not timed
+        start = time.perf_counter()
+        size, tried = search()
+        results[name] = size, tried, time.perf_counter() - start
+    memory.release()
+
+print(f"{'':20}  returned  of the largest  trials  out of memory  tried it  runs  seconds")
+for name, (package, _) in METHODS.items():
+    if name not in results:
+        print(f"{name:20}  not installed; for this row: pip install {package}")
+        continue
+    size, tried, seconds = results[name]
+    failed = sum(not fitted for _, fitted in tried)
+    known, runs = ("yes" if good else "no" for good in ((size, True) in tried, fits(size)))
+    print(
+        f"{name:20}  {size:8}  {size / truth:14.1%}  {len(tried):6}  {failed:13}"
+        f"  {known:>8}  {runs:>4}  {seconds:7.2f}"
+    )
+# %%
+fig, ax = plt.subplots(figsize=(7, 4.4))
+for number, (name, (_, tried, _)) in enumerate(results.items()):
+    sizes = [n for n, _ in tried]
+    (line,) = ax.plot(range(1, len(sizes) + 1), sizes, label=name, markersize=9 - number)
+    failed = [trial for trial, (_, fitted) in enumerate(tried) if not fitted]
+    at = [trial + 1 for trial in failed], [sizes[trial] for trial in failed]
+    ax.plot(*at, "x", linestyle="none", color=line.get_color(), markersize=12)
+ax.axhline(truth, color="black", linestyle=":", marker="")
+most = max(len(tried) for _, tried, _ in results.values())
+ax.text(most, truth * 0.6, f"the largest that fits: {truth}", ha="right", fontsize=9)
+ax.set_yscale("log", base=2)
+ax.set(xlabel="trial", ylabel="batch size tried (samples)")
+fewest = min(results, key=lambda name: len(results[name][1]))
+ax.set_title(f"Fewest trials: {fewest}, {len(results[fewest][1])} of them")
+ax.legend(loc="lower right", title="a large × is a trial out of memory", fontsize=9)
+plots.show(
+    fig,
+    name="trials-of-five-methods",
+    alt="Batch size tried against the number of the trial, for "
+    + ", ".join(
+        f"{name} ({len(tried)} trials, returns {n})" for name, (n, tried, _) in results.items()
+    )
+    + f". The largest that fits is {truth}.",
+)
+
+# %% [markdown]
+# Halving and doubling return what they began with, times or over a power of two: what they leave unused is luck. accelerate comes close, in many trials, all but the last of them out of memory. Lightning's bisection finds the answer, and then takes 5 % off as a [margin](https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html): so the size that it returns is one that it need not have tried. accelerate and toma call a function and know of no model: whatever a trial changes in yours, you put back.
+#
+# This is one model. The course's benchmark has eight, at three limits, with two optimizers:
+
+
+# %%
+def reference(name):
+    """A committed result of the course's benchmarks, or None."""
+    for folder in (Path("benchmarks/results"), Path("../benchmarks/results")):
+        if (folder / f"{name}.json").exists():
+            return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def show(result):
+    machine = result["machine"]
+    print(f"measured on {', '.join(machine['gpus']) or machine['cpu']}, {machine['date']}; medians")
+    print(f"{'':24}  trials  worst  of the largest  seconds  returned, but does not run")
+    for tool in result["summaries"]:
+        trials, share, seconds = (tool[key][0] for key in ("trials", "share", "seconds"))
+        print(
+            f"{tool['method']:24}  {trials:6g}  {tool['worst_trials']:5}  {share:14.1%}"
+            f"  {seconds:7.2f}  {tool['do_not_run']} of {tool['cases']}"
+        )
+
+
+peers = reference("batch_size")
+show(peers) if peers else print("not measured")
+
+# %% [markdown]
+# ## Larger is not always faster
+#
+# Memory is not the goal, speed is. `throughput` times whole steps of several sizes, which take turns.
+#
+# **Predict.** From 1 sample to 64 the speed grows. Does it grow as much from 64 to the largest that fits?
+
+# %%
+model, optimizer = fresh()
+curve = throughput(model, optimizer, make_batch, loss_fn, largest=found.batch_size, rounds=3)
+print(curve)
+plots.show(
+    curve.plot(),
+    name="samples-per-second",
+    alt="Samples per second against batch size, with the spread of the runs. "
+    f"{curve.smallest} samples are the smallest batch within 5 percent of the best rate.",
+)
+
+# %% [markdown]
+# A small batch pays for what does not depend on it: calling the operations, and the optimizer's step. A large one spreads these costs over many samples, until the rest is all there is. Look where your curve flattens: beyond that point more samples take memory and buy no speed. Where it still rises at its end, a larger limit would pay. Whether a larger batch also *learns* as well is another question, and needs its own experiment.
+#
+# ## A big batch from small ones
+#
+# Sometimes you want a batch that does not fit. **Accumulation** adds up the gradients of several **micro-batches** and steps once. The gradient of a mean over 64 samples is the mean of the gradients of four means over 16, exactly, up to rounding. So each micro-batch's loss has to be divided by 4: without that, four micro-batches give four times the gradient.
+#
+# **Predict.** 64 samples in micro-batches of 24: is the mean of the three means still the mean?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def accumulated(model, parts, weights):
+    """The gradient of the weighted sum of the parts' losses, one backward for each part."""
+    model.zero_grad()
+    for part, weight in zip(parts, weights, strict=True):
+        (loss_fn(model, part) * weight).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def split(batch, size):
+    return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
+
+
+def error(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+model, (images, labels) = make_model().double(), make_batch(64)
+batch = images.double(), labels
+whole = accumulated(model, [batch], [1.0])
+
+fours = split(batch, 16)
+print(
+    "4 × 16, each a quarter, below 1e-10:",
+    error(accumulated(model, fours, [1 / 4] * 4), whole) < 1e-10,
+)
+print(
+    "4 × 16, undivided:",
+    round(error(accumulated(model, fours, [1.0] * 4), whole) + 1),
+    "times the gradient",
+)
+ragged = split(batch, 24)
+counts = [len(labels) for _, labels in ragged]
+by_count = accumulated(model, ragged, [n / 64 for n in counts])
+means = accumulated(model, ragged, [1 / 3] * 3)
+print(f"{counts}, by count, below 1e-10:", error(by_count, whole) < 1e-10)
+print(f"{counts}, a third each, below 1e-10:", error(means, whole) < 1e-10)
+
+# %% [markdown]
+# The samples of the small micro-batch weighed too much. With text it gets worse, because a loss is a mean over *tokens*, and sequences differ in length. Four sequences of different lengths, one in each micro-batch:
+
+# %%
+lengths = [64, 32, 16, 8]
+torch.manual_seed(0)
+language_model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)).double()
+tokens = torch.randint(50, (4, 64))
+targets = torch.randint(50, (4, 64))
+for row, length in enumerate(lengths):
+    targets[row, length:] = -100  # PyTorch's mark for padding, which no loss counts
+
+
+def token_gradient(rows, weights):
+    language_model.zero_grad()
+    for row, weight in zip(rows, weights, strict=True):
+        scores = language_model(tokens[row]).flatten(0, 1)
+        (F.cross_entropy(scores, targets[row].flatten(), ignore_index=-100) * weight).backward()
+    return torch.cat([p.grad.flatten() for p in language_model.parameters()])
+
+
+whole = token_gradient([slice(0, 4)], [1.0])
+rows = [slice(i, i + 1) for i in range(4)]
+means = error(token_gradient(rows, [1 / 4] * 4), whole)
+by_count = error(token_gradient(rows, [n / sum(lengths) for n in lengths]), whole)
+print(f"mean of the means: relative error {means:.2f}")
+print(f"weighted by count: relative error {by_count:.1e}")
+assert means > 0.5 and by_count < 1e-10
+
+# %% [markdown]
+# An error of that size is no rounding: it is another gradient. A widely used trainer had [this mistake until October 2024](https://huggingface.co/blog/gradient_accumulation). The rule is short: weigh a micro-batch by what its mean counts.
+#
+# There is one layer for which no weight helps. **BatchNorm** normalises by the mean and variance of the samples that it sees together, so it sees micro-batches:
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def with_norm(norm):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 30 * 30, 10)]
+    return nn.Sequential(*layers).double().to(my_device())
+
+
+for norm in (nn.GroupNorm(2, 8), nn.BatchNorm2d(8)):
+    model = with_norm(norm)
+    whole = accumulated(model, [batch], [1.0])
+    parts = accumulated(model, split(batch, 16), [1 / 4] * 4)
+    print(f"{type(norm).__name__:11}  4 × 16 equals 64, below 1e-10: {error(parts, whole) < 1e-10}")
+
+try:
+    SafeStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+except ValueError as refused:
+    print("SafeStep refuses BatchNorm:", "BatchNorm" in str(refused))
+else:
+    raise AssertionError("BatchNorm was not refused")
+
+# %%
+print(f"BatchNorm: relative difference of the gradients {error(parts, whole):.2f}")
+
+# %% [markdown]
+# That is no mistake of accumulation; it is another model, which may train as well. But nobody should get it by surprise, so `SafeStep`, which you meet next, refuses BatchNorm unless you say `allow_batchnorm=True`.
+#
+# ## A step that survives
+#
+# Now put the two halves together: what the notes wanted, done right. When memory runs out, the *batch* stays and the micro-batch halves. The attempt is a function of its own, so nothing of a failed one is left when it returns.
+
+
+# %%
+def attempt(model, optimizer, batch, micro):
+    """Gradients of the whole batch, from micro-batches; False when memory ran out."""
+    optimizer.zero_grad()  # a failed attempt may have left some
+    try:
+        for part in split(batch, micro):
+            share = len(part[0]) / len(batch[0])
+            (loss_fn(model, part) * share).backward()
+    except torch.OutOfMemoryError:
+        return False  # nothing is tried again in here
+    return True
+
+
+def careful_step(model, optimizer, batch, micro):
+    while not attempt(model, optimizer, batch, micro):
+        if micro == 1:
+            raise torch.OutOfMemoryError("out of memory: not even one sample fits")
+        micro //= 2
+    optimizer.step()
+    return micro
+
+
+model, optimizer = fresh()
+with memory.meter(model, optimizer, limit=LIMIT) as meter:
+    batch = make_batch(truth + truth // 2)
+    micro = careful_step(model, optimizer, batch, len(batch[0]))
+print(f"{len(batch[0])} samples, of which {truth} fit at once: done with micro-batches of {micro}")
+
+# %% [markdown]
+# `SafeStep` adds what a real run needs: random numbers and buffers go back before it tries again (or dropout would draw other masks), losses are weighed by any count, the optimizer's state is allocated before the first step, and ranks decide together.
+#
+# **Predict.** An epoch of eight batches. After the third, another program takes a quarter of the memory. How many samples are lost, how many batches are repeated?
+
+
+# %%
+def one_epoch(limit=None, neighbour=0):
+    torch.manual_seed(1)
+    model = make_model().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    step, others = SafeStep(model, optimizer, loss_fn), []
+
+    def after_step(number, result):
+        if number == 2:
+            others.append(torch.empty(neighbour, dtype=torch.uint8, device=my_device()))
+
+    with memory.meter(model, optimizer, limit=limit):
+        size = LIMIT // MiB * 4
+        batches = (make_batch(size) for _ in range(8))
+        loader = ((images.double(), labels) for images, labels in batches)
+        result = train_epoch(step, loader, progress=False, after_step=after_step)
+    return result, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+undisturbed, want = one_epoch()
+disturbed, got = one_epoch(limit=LIMIT, neighbour=LIMIT // 4)
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for name, epoch in {"undisturbed": undisturbed, "disturbed": disturbed}.items():
+    share = epoch.count / undisturbed.count
+    print(
+        f"{name:11}  {epoch.steps} steps, {share:.0%} of the samples, retries: {epoch.retries > 0}"
+    )
+print("the same weights, below 1e-10:", ((got - want).abs().max() < 1e-10).item())
+
+# %% [markdown]
+# The batch that no longer fitted was tried again in smaller parts, and all later ones were split from the start. The weights are those of the run that nobody disturbed. Compare that with the cures in use: restart the whole program with a smaller batch, skip the batch, or train on single samples.
+#
+# ## Two devices, two limits
+#
+# With several ranks the weakest decides: all need the same number of steps, and a rank that runs out of memory leaves the others waiting in an all-reduce. So each rank searches alone, without talking; then they take the minimum, and try that size together. The ranks of this cell have different limits. Then they train with DDP, each on its half of a **global batch**.
+#
+# **Predict.** One rank has half the memory of the other. Is its batch half as large?
+
+
+# %%
+def search_together(limits):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, optimizer = fresh()
+    replica = nn.parallel.DistributedDataParallel(model)
+    found = find_batch_size(replica, optimizer, make_batch, loss_fn, limit=limits[rank])
+    n = found.batch_size
+
+    torch.manual_seed(7)  # all ranks make the same global batch and take their part of it
+    batch = make_batch(world * n)
+    mine = split(batch, n)[rank]
+    with memory.meter(model, optimizer, limit=limits[rank]):
+        loss_fn(replica, mine).backward()
+    got = torch.cat([p.grad.flatten() for p in model.parameters()])
+    want = accumulated(make_model(), [batch], [1.0])  # one device, the whole global batch
+    return n, found.ranks, (got - want).abs().max().item()
+
+
+limits = [LIMIT, LIMIT // 2]
+answers = launch(search_together, 2, limits)
+(n, alone, _), (same, _, _) = answers
+for rank in range(2):
+    print(f"rank {rank}: limit {memory.size(limits[rank])}, alone it would take {alone[rank]}")
+print(f"together: {n} a rank, a global batch of {2 * n}")
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("both ranks got the same size:", n == same)
+print("it is the smaller of what they found alone:", n == min(alone))
+print("half the memory, less than half the batch:", alone[1] < alone[0] / 2)
+print("gradients equal one device's, below 1e-6:", max(d for *_, d in answers) < 1e-6)
+
+# %% [markdown]
+# Parameters, gradients and optimizer state take the same on both ranks; only what is left is for samples. That is why half the memory gives less than half the batch. (Where shards must differ, `SafeStep` weighs ranks by their counts, as it does with micro-batches.) When you change the number of ranks, the global batch changes with it, and so may the best learning rate.
+#
+# ## What a real GPU does differently
+#
+# The budget counts tensors. CUDA's allocator counts the same tensors, but hands out blocks: it rounds sizes up, keeps freed blocks for later, and may be unable to join them, so memory can run out although the sum would fit. Libraries take workspaces that no tensor shows. Each process also needs a context before its first tensor. So on a GPU leave a margin: `find_batch_size(..., headroom=0.05)`. What it found on real GPUs:
+
+# %%
+if peers and peers["machine"]["gpus"]:
+    show(peers)
+else:
+    print("find_batch_size and its peers on a GPU: not measured")
+
+# %% [markdown]
+# ## Then → now
+#
+# | then (2021) | now | why |
+# |---|---|---|
+# | `except RuntimeError` | `except torch.OutOfMemoryError`, or `memory.is_oom` | a wrong shape is no lack of memory |
+# | retry inside `except` | note the failure, retry after it | the exception holds the tensors |
+# | train on each sample alone | halve the micro-batch, weigh by count, step once | the same gradient as the whole batch |
+# | guess a size, halve | two small trials, a line, verify | fewer trials, nothing left unused |
+#
+# ## Exercise
+#
+# [Exercise 16](../exercises/16_batch_size.ipynb): the largest batch of a hidden device in at most six trials, accumulation with a ragged last part, and a step that survives. About 45 minutes.
+#
+# ## Recap
+#
+# The peak of forward and backward is a line in the batch size, that of the optimizer's step is nearly flat: measure them apart, predict from two small batches, verify. A failed step's memory is free only after the `except` block. A batch that does not fit is the sum of micro-batches, each weighed by what its mean counts.
+#
+# 1. Batches of 10 and 20 peak at 300 and 400 MiB in backward. What is the largest that fits into 1000 MiB, and what else do you have to know?
+# 2. Your probe runs forward and backward at 512; training dies in its first `optimizer.step()`. Which optimizer do you suspect, and why?
+# 3. Three micro-batches have 100, 100 and 20 tokens. Which weights give the gradient of all 220?
+#
+# <details><summary>Answers</summary>
+#
+# 1. 80: the line is 200 + 10 a sample. The peak of the optimizer's step must be below 1000 MiB too, and 80 has to be tried.
+# 2. Adam, or another one with state for each parameter: it makes it in its first step.
+# 3. 100/220, 100/220 and 20/220. A third each would let the last one weigh five times too much.
+#
+# </details>
+#
+# Go on with [exercise 16](../exercises/16_batch_size.ipynb).
