@@ -132,7 +132,8 @@ def find_batch_size(
             dimension is the samples, on the model's device. Fewer than n: the data has no more.
         loss_fn: `loss_fn(model, batch)` gives the mean loss, one number.
         limit: bytes. None: on a GPU what is free on it now and what PyTorch holds there; on a
-            CPU half of what the machine has free (a process needs more than its tensors).
+            CPU half of what the machine has free (a process needs more than its tensors; filling
+            it with a small model takes minutes: give a limit or max_batch).
         max_batch: the most samples to try, the size of your data set for example.
         headroom: the share of the limit to keep free, from 0 to below 1.
 
@@ -144,7 +145,7 @@ def find_batch_size(
         ValueError, TypeError: an argument makes no sense; an optimizer that needs a closure.
         RuntimeError: with several ranks, also what failed on another rank.
     """
-    _check(optimizer, max_batch, headroom)
+    _check(optimizer, limit, max_batch, headroom)
     inner, ballast = _unwrapped(model)
     place = _place(inner, device)
     limit, source = (limit, "the limit you gave") if limit else _free(inner, optimizer, place)
@@ -275,7 +276,11 @@ def _sizes(sizes: Iterable[int] | None, largest: int | None) -> list[int]:
     return chosen
 
 
-def _check(optimizer: "torch.optim.Optimizer", max_batch: int | None, headroom: float) -> None:
+def _check(
+    optimizer: "torch.optim.Optimizer", limit: int | None, max_batch: int | None, headroom: float
+) -> None:
+    if limit is not None and limit <= 0:
+        raise ValueError(f"limit is a number of bytes above 0, such as 64 * MiB; not {limit}")
     if max_batch is not None and max_batch < 1:
         raise ValueError(f"max_batch is a number of samples, at least 1; not {max_batch}")
     if not 0 <= headroom < 1:
