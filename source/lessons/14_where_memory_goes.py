@@ -295,7 +295,6 @@ print("activations left after the step:", between[8]["activations"])
 x = images(8)
 known = {x.untyped_storage().data_ptr(): "the input"}
 known |= {p.untyped_storage().data_ptr(): "a parameter" for p in cnn.parameters()}
-results = {"convolution": None, "ReLU": None, "pooling": None}
 
 
 def show(tensor):
@@ -310,7 +309,7 @@ def show(tensor):
 
 y = x
 with saved_tensors_hooks(show, lambda tensor: tensor):
-    for name, layer in zip(results, cnn, strict=False):
+    for name, layer in zip(["convolution", "ReLU", "pooling"], cnn[:3], strict=True):
         print(name, "keeps")
         y = layer(y)
 
