@@ -2,7 +2,7 @@
 
 - :class:`Before`: random numbers and buffers as they were when a step began.
 - :func:`reserve`: the memory of an optimizer's state, taken before its first step.
-- :func:`refuse_batchnorm`: layers that a split batch would change.
+- :func:`check_layers`: refuses those that a split batch would change.
 - :func:`samples`, :func:`split`, :func:`each_tensor`: batches.
 """
 
@@ -21,6 +21,8 @@ from course_utils._bytes import tensors_in
 
 if TYPE_CHECKING:
     import torch
+
+Batch = Any  # a tensor, or tuples, lists and dicts of tensors whose first dimension is samples
 
 
 @dataclass
@@ -134,14 +136,22 @@ def _bits(p: torch.Tensor) -> torch.Tensor:
     return p.detach().view(sizes[p.element_size()])
 
 
-def batchnorms(module: torch.nn.Module) -> list[tuple[str, Any]]:
+def find_batchnorms(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Names and layers. Raises ValueError for a sharded model (FSDP), which cannot be guarded."""
     import torch
 
+    sharded = any("FullyShardedDataParallel" in type(each).__name__ for each in module.modules())
+    if sharded or any(hasattr(p, "device_mesh") for p in module.parameters()):
+        raise ValueError(
+            "this model's parameters are sharded: its ranks talk in forward and backward, so one "
+            "that runs out of memory leaves the others waiting. SafeStep takes a plain module or "
+            "DistributedDataParallel."
+        )
     norm = torch.nn.modules.batchnorm._BatchNorm
     return [(name, each) for name, each in module.named_modules() if isinstance(each, norm)]
 
 
-def refuse_batchnorm(norms: list[tuple[str, Any]], allow: bool) -> None:
+def check_layers(norms: list[tuple[str, Any]], allow: bool) -> None:
     """Raises ValueError for layers that take statistics from the batch (not frozen by .eval())."""
     import torch
 

@@ -18,25 +18,25 @@ Source of the idea: ``device_train_microbatch_size="auto"`` of MosaicML's Compos
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from course_utils import memory
-from course_utils._evaluate import evaluate
+from course_utils._epochs import Epoch, evaluate, train_epoch
 from course_utils._safety import (
     Attempt,
+    Batch,
     Before,
-    batchnorms,
+    check_layers,
     does_not_fit,
     each_tensor,
+    find_batchnorms,
     first_line,
     halved,
     in_use,
     number,
-    refuse_batchnorm,
     reserve,
     samples,
     split,
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Epoch", "SafeStep", "StepResult", "evaluate", "train_epoch"]
-
-Batch = Any  # a tensor, or tuples, lists and dicts of tensors whose first dimension is samples
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,8 @@ class SafeStep:
         moved = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters = list(dict.fromkeys([*self.module.parameters(), *moved]))
         self.ranks = Ranks(model, self.parameters) if ddp else None
-        self._norms = batchnorms(self.module)
-        refuse_batchnorm(self._norms, allow_batchnorm)
+        self._norms = find_batchnorms(self.module)
+        check_layers(self._norms, allow_batchnorm)
         self._before = Before(self.module)
         self._prepared, self._reserved = False, None
 
@@ -129,9 +127,8 @@ class SafeStep:
                 found = self.ranks.vote(found)
             if not (found.oom or found.failed):
                 break
-            where = in_use(
-                self.module, self.optimizer, self._reserved
-            )  # while the gradients are still there
+            # Asked while the gradients are still there.
+            where = in_use(self.module, self.optimizer, self._reserved)
             self._undo()
             if found.failed:
                 raise RuntimeError(found.failed)
@@ -157,7 +154,7 @@ class SafeStep:
     def _attempt(self, batch: Batch) -> Attempt:
         found = Attempt()
         try:
-            refuse_batchnorm(self._norms, self.allow_batchnorm)  # .train() may have come since
+            check_layers(self._norms, self.allow_batchnorm)  # .train() may have come since
             self._before.keep()
             self._gradients(batch, found)
         except BaseException as error:
@@ -252,54 +249,3 @@ class SafeStep:
             "Out of memory in optimizer.step(), which cannot be repeated: some weights may have "
             f"moved. Go back to the last checkpoint. {in_use(self.module, self.optimizer)} ({text})"
         )
-
-
-# ---------------------------------------------------------------- epochs
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What `train_epoch` did. The loss is the mean over all that counted, not over batches."""
-
-    loss: float
-    count: float
-    steps: int
-    retries: int
-    skipped: int
-    micro_batch: int | None
-
-
-def train_epoch(
-    step: SafeStep,
-    loader: Iterable[Batch],
-    *,
-    progress: bool = True,
-    after_step: Callable[[int, StepResult], object] | None = None,
-) -> Epoch:
-    """One pass over `loader`, with a progress bar (rank 0's).
-
-    A model in eval mode is put into train mode. One that is in train mode is left as it is, so
-    that layers frozen by ``.eval()`` stay frozen. `after_step(i, result)` is called after the
-    i-th batch: for a scheduler, a checkpoint.
-
-    Raises:
-        ValueError: under DDP, the ranks have different numbers of batches.
-    """
-    from tqdm import tqdm
-
-    if step.ranks and hasattr(loader, "__len__"):
-        step.ranks.check_lengths(len(loader))
-    if not step.module.training:
-        step.module.train()
-    results = []
-    quiet = not progress or bool(step.ranks and step.ranks.rank)
-    with tqdm(loader, disable=quiet, file=sys.stdout) as bar:
-        for i, batch in enumerate(bar):
-            results.append(result := step(batch))
-            bar.set_postfix(loss=f"{result.loss:.4g}", refresh=False)
-            if after_step:
-                after_step(i, result)
-    count = sum(r.count for r in results)
-    loss = sum(r.loss * r.count for r in results if r.count) / count if count else math.nan
-    retries, skipped = sum(r.retries for r in results), sum(r.skipped for r in results)
-    return Epoch(loss, count, len(results), retries, skipped, step.micro_batch)

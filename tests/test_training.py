@@ -686,6 +686,7 @@ def test_one_rank_runs_out_and_all_split_alike():
         assert [r.retries for r in each[2]] == [1, 0, 0]
         assert {r.micro_batch for r in each[2] + other[2]} == {2}
         assert same(each[0], split_so[0]), "not as if split so from the start"
+        assert each[1] == split_so[1], "rank 0 did not run out, but has to go back too"
 
 
 def plain_rank():
@@ -804,17 +805,22 @@ def test_the_error_in_the_cell_is_that_of_the_rank_that_failed():
 
 
 def evaluate_rank():
+    from torch.distributed.fsdp import fully_shard
+
     rank = dist.get_rank()
     model = DistributedDataParallel(make())
     x, y = make_batch(10)
     mine = [(x[:7], y[:7])] if rank == 0 else [(x[7:9], y[7:9]), (x[9:], y[9:])]
     nobody = [] if rank == 0 else mine
     means = lambda m, b: {"acc": accuracy(m, b)}  # noqa: E731
+    sharded = fully_shard(make())
+    with pytest.raises(ValueError, match="sharded"):
+        SafeStep(sharded, sgd(sharded), loss_fn)
     return [evaluate(model, shard, means)["acc"] for shard in (mine, nobody)]
 
 
 @two_ranks
-def test_evaluation_over_shards_is_the_mean_over_all():
+def test_evaluation_over_shards_is_the_mean_over_all_and_sharded_models_are_refused():
     model, (x, y) = make(), make_batch(10)
     right = (model(x).argmax(1) == y).double()
     wanted = [right.mean().item(), right[7:].mean().item()]

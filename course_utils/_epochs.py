@@ -1,14 +1,17 @@
-"""`evaluate`, re-exported by :mod:`course_utils.training`."""
+"""One pass over the data, training or not; re-exported by :mod:`course_utils.training`."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from course_utils import memory
 from course_utils._safety import (
     Attempt,
+    Batch,
     does_not_fit,
     each_tensor,
     first_line,
@@ -22,7 +25,55 @@ from course_utils._safety import (
 if TYPE_CHECKING:
     import torch
 
-Batch = Any  # a tensor, or tuples, lists and dicts of tensors whose first dimension is samples
+    from course_utils.training import SafeStep, StepResult
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What `train_epoch` did. The loss is the mean over all that counted, not over batches."""
+
+    loss: float
+    count: float
+    steps: int
+    retries: int
+    skipped: int
+    micro_batch: int | None
+
+
+def train_epoch(
+    step: SafeStep,
+    loader: Iterable[Batch],
+    *,
+    progress: bool = True,
+    after_step: Callable[[int, StepResult], object] | None = None,
+) -> Epoch:
+    """One pass over `loader`, with a progress bar (rank 0's).
+
+    A model in eval mode is put into train mode. One that is in train mode is left as it is, so
+    that layers frozen by ``.eval()`` stay frozen. `after_step(i, result)` is called after the
+    i-th batch: for a scheduler, a checkpoint.
+
+    Raises:
+        ValueError: under DDP, the ranks have different numbers of batches.
+    """
+    from tqdm import tqdm
+
+    if step.ranks and hasattr(loader, "__len__"):
+        step.ranks.check_lengths(len(loader))
+    if not step.module.training:
+        step.module.train()
+    results = []
+    quiet = not progress or bool(step.ranks and step.ranks.rank)
+    with tqdm(loader, disable=quiet, file=sys.stdout) as bar:
+        for i, batch in enumerate(bar):
+            results.append(result := step(batch))
+            bar.set_postfix(loss=f"{result.loss:.4g}", refresh=False)
+            if after_step:
+                after_step(i, result)
+    count = sum(r.count for r in results)
+    loss = sum(r.loss * r.count for r in results if r.count) / count if count else math.nan
+    retries, skipped = sum(r.retries for r in results), sum(r.skipped for r in results)
+    return Epoch(loss, count, len(results), retries, skipped, step.micro_batch)
 
 
 def evaluate(
