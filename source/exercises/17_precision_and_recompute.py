@@ -57,7 +57,7 @@ print("scaled, then divided again:", f"{half(small * scale) / scale:.3g}")
 # Write one step, `scaled_step(backward, scale, good_steps, interval)`:
 #
 # 1. `backward(factor)` multiplies the loss by `factor`, runs the backward pass in float16 and returns the gradients as a list of numbers: `factor` times too large, each rounded to float16. Call it once, with the right factor.
-# 2. Is one of the gradients infinite or NaN, the step is skipped: no gradients come back (`None`), the scale is halved, and the good steps start again from 0.
+# 2. If one of the gradients is infinite or NaN, the step is skipped: no gradients come back (`None`), the scale is halved, and the good steps start again from 0.
 # 3. Otherwise the gradients come back in their own units, as if the loss had not been scaled. The step was good. After `interval` good steps in a row the scale doubles, and they start again from 0.
 #
 # Return `(gradients or None, scale, good_steps)`: the last two are for the *next* step. This is the rule of `torch.amp.GradScaler`.

@@ -320,18 +320,29 @@ def coder():
     ).to(device)  # fmt: skip
 
 
-model = coder()
-loss = F.mse_loss(model(small[:64]), small[:64]) / 1000
-loss.backward()
-gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
-gradients = gradients[gradients != 0]  # ink is rare: many are exactly 0 in any type
+def coder_gradients(dtype):
+    """All gradients of the first step, in one float32 tensor."""
+    model = coder()
+    with autocast(dtype):
+        loss = F.mse_loss(model(small[:64]), small[:64]) / 1000
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+gradients = coder_gradients(torch.float32)
+there = gradients != 0  # ink is rare: many are exactly 0 in any type
+gradients = gradients[there]
 
 SCALE = 2.0**16
 share = {}
 for name, factor in {"as they are": 1, "times 2^16": SCALE}.items():
     in_half = (gradients * factor).half()
     share[name] = (in_half == 0).float().mean().item()
-    print(f"{name:12} lost: {share[name]:7.2%}   infinite: {in_half.isinf().float().mean():.2%}")
+    print(
+        f"{name:12} rounded to 0: {share[name]:7.2%}  infinite: {in_half.isinf().float().mean():.2%}"
+    )
+lost = (coder_gradients(torch.float16)[there] == 0).float().mean().item()
+print(f"and when the whole backward pass runs in float16, without a scale: {lost:.2%} are 0")
 
 # %%
 fig, axes = plt.subplots(2, 1, sharex=True, figsize=(7, 4.6))
@@ -355,6 +366,8 @@ plots.show(
 )
 
 # %% [markdown]
+# The last line of the cell is the one that counts. On its way to the weights the gradient passes through the activations, in float16 too, and there it is smaller still: what has become 0 stays 0.
+#
 # float16 has room to the right that nobody uses. **Loss scaling** moves the gradients there: multiply the loss, and by the chain rule every gradient is multiplied. Divide before the optimizer sees them. The one danger is the other end: if a gradient becomes infinite, skip the step.
 
 
