@@ -216,7 +216,7 @@ def _next(
         slope, aim = max(per_sample, 1.0), low.measured + 0.4 * (limit - low.measured)
     batch = low.batch_size + int((aim - low.measured) / slope)
     if failed:  # the line was too flat
-        share = 0.35 if not lower else 0.6 if len(failed) == 1 else 0.5
+        share = 0.35 if not lower else 0.75 if trials[-1].fits else 0.6 if len(failed) == 1 else 0.5
         batch = min(batch, low.batch_size + int(share * (min(failed) - low.batch_size)))
     batch = max(low.batch_size + 1, min(batch, cap or batch))
     return batch, int(low.measured + slope * (batch - low.batch_size))
