@@ -859,9 +859,10 @@ def search_together(limits):
 
     torch.manual_seed(7)  # all ranks make the same global batch and take their part of it
     batch = make_batch(world * n)
-    mine = split(batch, n)[rank]
+    mine = [part.clone() for part in split(batch, n)[rank]]  # a view would keep all of it
     with memory.meter(model, optimizer, limit=limits[rank]):
         loss_fn(replica, mine).backward()
+        optimizer.step()
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     want = accumulated(make_model(), [batch], [1.0])  # one device, the whole global batch
     return n, found.ranks, (got - want).abs().max().item()
