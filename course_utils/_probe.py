@@ -5,14 +5,13 @@ the optimizer keeps (Adam's averages do not exist before), the second one meets 
 of a step is measured apart, because the peak of `optimizer.step` does not depend on the batch.
 """
 
-import copy
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from course_utils import memory
+from course_utils._snapshot import Snapshot
 
 if TYPE_CHECKING:
     import torch
@@ -60,70 +59,6 @@ class Trial:
         """The phase in which memory ran out: "backward of step 1"; empty if it did not."""
         done = len(self.peaks)
         return "" if self.fits else f"{PHASES[done % 3]} of step {done // 3 + 1}"
-
-
-class Snapshot:
-    """All that a training step changes, copied to the CPU; `restore` puts back every bit.
-
-    That is: parameters, buffers, gradients (those that are None stay None), `requires_grad` and
-    train flags, the optimizer's state and groups, and the random numbers of torch, CUDA, NumPy
-    and Python. The tensors stay the same objects. Other attributes of a module, and generators
-    of your own, are not known here.
-    """
-
-    def __init__(self, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:
-        grouped = [p for group in optimizer.param_groups for p in group["params"]]
-        self.parameters = list({id(p): p for p in (*model.parameters(), *grouped)}.values())
-        self._values = [(p, _copied(p), p.requires_grad) for p in self.parameters]
-        self._grads = [
-            (p, p.grad, None if p.grad is None else _copied(p.grad)) for p in self.parameters
-        ]
-        self._modules = [
-            (m, m.training, {name: (b, _copied(b)) for name, b in m._buffers.items()})
-            for m in model.modules()
-        ]
-        self._optimizer = optimizer
-        self._state = [
-            (key, kept, {name: (value, _copied(value)) for name, value in kept.items()})
-            for key, kept in optimizer.state.items()
-        ]
-        self._groups = [
-            (group, {name: (v, v if name == "params" else _copied(v)) for name, v in group.items()})
-            for group in optimizer.param_groups
-        ]
-        # A scheduler notes here whether the optimizer has stepped yet.
-        self._notes = {name: v for name, v in vars(optimizer).items() if _is_plain(v)}
-        self._random = _random_state()
-
-    def without_gradients(self) -> None:
-        """What `zero_grad()` does, but for gradients that existed: those stay and count."""
-        for parameter, grad, _ in self._grads:
-            if grad is None:
-                parameter.grad = None
-
-    def restore(self) -> None:
-        """Put everything back. It may be called again, also after it was interrupted."""
-        import torch
-
-        with torch.no_grad():
-            for parameter, saved, requires_grad in self._values:
-                parameter.requires_grad_(requires_grad)
-                _put_back(parameter, saved)
-            for parameter, grad, saved in self._grads:
-                parameter.grad = _put_back(grad, saved)
-            for module, training, buffers in self._modules:
-                module.training = training
-                _refill(module._buffers, buffers)
-            self._optimizer.state.clear()
-            for key, kept, entries in self._state:
-                _refill(kept, entries)
-                self._optimizer.state[key] = kept
-            for group, entries in self._groups:
-                _refill(group, entries)
-        for name in [n for n, v in vars(self._optimizer).items() if _is_plain(v)]:
-            del vars(self._optimizer)[name]
-        vars(self._optimizer).update(self._notes)
-        _set_random_state(self._random)
 
 
 @dataclass(frozen=True)
@@ -245,60 +180,3 @@ def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         shape = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
         raise TypeError(f"loss_fn(model, batch) must return the mean loss, one number; not {shape}")
-
-
-def _copied(value: Any) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    return copy.deepcopy(value)
-
-
-def _put_back(value: Any, saved: Any) -> Any:
-    """`value` with the bits that it had; what is no tensor is replaced by a copy of `saved`."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        value.detach().copy_(saved)
-        return value
-    return copy.deepcopy(saved)
-
-
-def _refill(kept: dict, entries: Mapping[Any, tuple[Any, Any]]) -> None:
-    """The same dict with the same keys in the same order, each value as it was."""
-    kept.clear()
-    for name, (value, saved) in entries.items():
-        kept[name] = value if value is saved else _put_back(value, saved)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _random_state() -> tuple[Any, ...]:
-    import random
-
-    import torch
-
-    numpy = sys.modules.get("numpy")
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return (
-        torch.get_rng_state(),
-        cuda,
-        None if numpy is None else numpy.random.get_state(),
-        random.getstate(),
-    )
-
-
-def _set_random_state(state: tuple[Any, ...]) -> None:
-    import random
-
-    import torch
-
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state_all(state[1])
-    if state[2] is not None:
-        sys.modules["numpy"].random.set_state(state[2])
-    random.setstate(state[3])
