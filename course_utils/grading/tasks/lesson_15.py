@@ -98,7 +98,8 @@ def _leak_run(student, inputs: dict) -> dict:
             answer["ended"] = "not attempted"
         except torch.OutOfMemoryError:
             answer["ended"] = "out of memory"
-        gc.collect()  # a cycle is garbage, not a leak
+        if device.live:
+            gc.collect()  # a cycle is garbage, not a leak
         answers[name] = answer | {"calls": device.calls, "left": device.live}
     if all(answer.get("ended") == "not attempted" for answer in answers.values()):
         raise NotImplementedError
