@@ -244,9 +244,9 @@ def evaluate(model, batches, loss_fn):
     total = samples = 0
     try:
         with torch.inference_mode():
-            for batch in batches:
-                total += loss_fn(model, batch).item() * len(batch)
-                samples += len(batch)
+            for rows in batches:
+                total += loss_fn(model, rows).item() * len(rows)
+                samples += len(rows)
     finally:
         for module, mode in modes:
             module.training = mode
