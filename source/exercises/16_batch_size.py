@@ -52,7 +52,7 @@ from course_utils.grading import check, hint
 # 4. Some devices have a **kink**: from some size on each sample costs up to half more. There 90 % are enough.
 # 5. When not even a batch of 1 fits, let the error of `trial(1)` come through.
 #
-# Here is a device with a kink, to look at. A batch of 200 needs less than twice what 100 samples need: something is there before the first sample.
+# Here is a device with a kink, to look at: 100 MiB before the first sample, 2 MiB for each of the first 100 samples, 3 MiB for each one after them. Its largest batch is 333.
 
 
 # %%

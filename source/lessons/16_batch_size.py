@@ -107,7 +107,7 @@ def fresh():
 
 LIMIT = GiB if torch.cuda.is_available() else 32 * MiB
 torch.set_num_threads(1)  # here one core is one device
-START = 2048 if LIMIT < GiB else 16384  # samples: surely too many
+TOO_LARGE, START = (1024, 2048) if LIMIT < GiB else (12288, 16384)  # samples
 print("limit:", memory.size(LIMIT))
 print("parameters:", memory.size(memory.kinds(make_model())["parameters"]))
 
@@ -140,6 +140,7 @@ def where_it_is(n):
         try:
             train_step(model, optimizer, batch)
         except torch.OutOfMemoryError:
+            memory.release()  # gc.collect() and empty_cache(): do they help in here?
             inside = meter.live
         else:
             raise AssertionError("the batch was to be too large")
@@ -147,7 +148,7 @@ def where_it_is(n):
         return before, inside, meter.live
 
 
-before, inside, after = where_it_is(START // 2)
+before, inside, after = where_it_is(TOO_LARGE)
 print("inside the handler more than half of the limit is still in use:", inside > LIMIT / 2)
 print("after it everything that the step made is free:", after == before)
 
@@ -156,7 +157,7 @@ for name, live in {"before the step": before, "inside except": inside, "after it
     print(f"{name:16} {memory.size(live):>9}  ({live / LIMIT:.0%} of the limit)")
 
 # %% [markdown]
-# An exception carries its **traceback**: the frames of all functions that it came through, with their variables. While the handler runs, Python holds the exception, and the frames hold the activations. No `gc.collect()` and no `empty_cache()` inside the handler can free what is still in use. When the `except` block ends, Python drops the exception, and everything is free.
+# An exception carries its **traceback**: the frames of all functions that it came through, with their variables. While the handler runs, Python holds the exception, and the frames hold the activations. Neither `gc.collect()` nor `empty_cache()` frees what is still in use: the cell called both before it measured. When the `except` block ends, Python drops the exception, and everything is free.
 #
 # So the mended form notes inside the handler *that* it failed, and tries again after it. Two functions that halve until it fits, one inside the handler, one outside:
 
@@ -454,7 +455,7 @@ print("optimizer state as before:", len(optimizer.state) == 0)
 # %% [markdown]
 # ## The tools side by side
 #
-# Four tools and five methods, the same model, the same limit, in your notebook. accelerate shrinks by a tenth and toma halves, both from a size that you must guess (here the same for both). Lightning doubles from 2 (`power`), and may bisect after that (`binsearch`); each of its trials is three steps. A trial of the others is two steps. All of them take the budget's error for what it is: they look for words in its text, and these words are there.
+# Four tools, five methods, the same model, the same limit, in your notebook. accelerate shrinks by a tenth and toma halves, both from a size that you must guess (here the same for both). Lightning doubles from 2 (`power`), and may bisect after that (`binsearch`); each of its trials is three steps. A trial of the others is two steps. All of them take the budget's error for what it is: they look for words in its text, and these words are there.
 #
 # **Predict.** Which method tries most often, and which may return a size that it never tried?
 
@@ -600,7 +601,9 @@ ax.set_yscale("log", base=2)
 ax.set(xlabel="trial", ylabel="batch size tried (samples)")
 fewest = min(results, key=lambda name: len(results[name][1]))
 ax.set_title(f"Fewest trials: {fewest}, {len(results[fewest][1])} of them")
-ax.legend(loc="lower right", title="a large × is a trial out of memory", fontsize=9)
+ax.legend(
+    loc="lower right", title="a large × is a trial out of memory", fontsize=9, title_fontsize=9
+)
 plots.show(
     fig,
     name="trials-of-five-methods",
