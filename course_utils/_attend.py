@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import selectors
 import signal
 import socket
@@ -19,7 +20,10 @@ from course_utils._crew import PATIENCE, CtrlC, find_crew, read_some
 from course_utils._ranks import FAILED, RETURNED, WAITING
 from course_utils._words import SIGNALS, show_stack, with_cell_names
 
-GRACE = 0.3  # seconds in which a second failure may turn out to be the cause of the first
+# Seconds in which a second failure may turn out to be the cause of the first; more of them
+# where the first only says that its peer is gone, for then the cause is still on its way.
+GRACE, PEER_LOST_GRACE = 0.3, 3.0
+PEER_LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Socket closed|Broken pipe")
 # TensorFlow calls it an error that it finds no GPU, where we have hidden them on purpose.
 _NO_GPU = b"failed call to cuInit"
 
@@ -148,20 +152,30 @@ class Launch:
         judged_at = None  # when to name the rank that failed first
         while not all(rank.state == RETURNED for rank in self.ranks):
             now = time.monotonic()
-            self._step(max(0.0, min(1.0, (judged_at or deadline) - now)))
+            self._step(min(1.0, max(0.02, (judged_at or deadline) - now)))
             if self.ctrl_c.pressed:
                 self.selector.unregister(self.ctrl_c)
                 print(*self._ask_where().values(), sep="\n\n", file=sys.stderr)
                 raise KeyboardInterrupt
             if any(rank.failed for rank in self.ranks):
                 judged_at = judged_at or now + GRACE
-                if time.monotonic() >= judged_at:
+                if time.monotonic() >= judged_at + self._more_grace():
                     raise self._rank_error()
             elif all(rank.state for rank in self.ranks):
                 self._release(WAITING)
             elif time.monotonic() >= deadline:
                 raise self._timeout_error()
         self._release(RETURNED)
+
+    def _more_grace(self) -> float:
+        """Seconds to wait on: all who failed have lost a peer, and that peer has not spoken."""
+        failed = [r for r, rank in enumerate(self.ranks) if rank.failed]
+        texts = [self._raised(r)["message"] for r in failed if self.ranks[r].state == FAILED]
+        lost = len(texts) == len(failed) < len(self.ranks) and all(map(PEER_LOST.search, texts))
+        return PEER_LOST_GRACE if lost else 0.0
+
+    def _raised(self, r: int) -> dict[str, Any]:
+        return json.loads((self.folder / f"{r}.error").read_text())
 
     def _step(self, wait: float) -> None:
         """Handle what ranks have printed and said, and which of them have ended."""
@@ -228,7 +242,7 @@ class Launch:
         errors = {}
         for r, rank in enumerate(self.ranks):
             if rank.state == FAILED:
-                errors[r] = json.loads((self.folder / f"{r}.error").read_text())
+                errors[r] = self._raised(r)
             elif rank.failed:
                 errors[r] = self._death(r)
         first = min(errors, key=lambda r: errors[r]["time"])

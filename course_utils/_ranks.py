@@ -40,6 +40,8 @@ from typing import Any
 
 RETURNED, FAILED, WAITING = b"R", b"F", b"W"
 EVERY_RANK_NEEDS = ("numpy.random", "cloudpickle", "ctypes")
+# What a framework imports only when a rank makes its first optimizer: 1.5 s, in every launch.
+LATER = {"torch": ("torch._dynamo",), "tensorflow": ()}
 
 
 # ---------------------------------------------------------------- the fork server
@@ -53,7 +55,7 @@ def serve(framework: str, kernel: socket.socket) -> None:
         kernel: the socket to the notebook's kernel.
     """
     try:
-        for module in (framework, *EVERY_RANK_NEEDS):
+        for module in (framework, *LATER[framework], *EVERY_RANK_NEEDS):
             importlib.import_module(module)
     except BaseException:
         _send(kernel, error=traceback.format_exc())
