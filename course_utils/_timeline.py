@@ -33,11 +33,16 @@ def timeline(
     if limit is not None:
         axes.axhline(limit / MiB, color="black", linestyle="--", marker="", label="limit")
     axes.set(xlabel="allocations and releases, in order", ylabel="memory (MiB)")
-    axes.set_ylim(0, 1.25 * max(bottom[peak], (limit or 0) / MiB))  # room for the legend
+    axes.set_ylim(
+        0, 1.4 * max(bottom[peak], (limit or 0) / MiB)
+    )  # room for the labels and the legend
     axes.set_xlim(0, len(bottom) - 1 or 1)
     for at, label in marks:
         axes.axvline(at, color="black", linestyle=":", marker="", linewidth=1)
-        axes.text(at, bottom[peak], f" {label}", rotation=90, va="top", fontsize=8)
-    axes.set_title(f"{bottom[peak]:.3g} MiB at the peak, most of it {kinds[largest]}")
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.text(at, 1.05 * bottom[peak], label, rotation=30, fontsize=8, bbox=box)
+    share = changes[peak][largest] / MiB / (bottom[peak] or 1)
+    how = "most of it" if share > 0.5 else "the largest part of it"
+    axes.set_title(f"{bottom[peak]:.3g} MiB at the peak, {how} {kinds[largest]}")
     axes.legend(loc="upper center", ncols=3, fontsize=8)
     return figure

@@ -101,6 +101,7 @@ class Fake(Budget):
     Make the model and its batches inside the ``with``; the same steps as for real give the peak
     that they would have. Operations whose result depends on numbers (``if x.sum() > 0``) fail,
     and so does ``model.to(...)``: make the model there, under ``torch.device`` for instance.
+    What a library reserves for itself it does not know: oneDNN's LSTM on a CPU, for example.
     Source: torch.\\_subclasses.FakeTensorMode.
     """
 
