@@ -281,7 +281,7 @@ class Launch:
         """Where each rank is, in words: its stack, and the last lines that it printed."""
         files = [self.folder / f"{r}.stack" for r in range(len(self.ranks))]
         asked = [r for r, rank in enumerate(self.ranks) if rank.runs]
-        before, until = [], time.monotonic() + 1.0
+        before, until = [], time.monotonic() + 4.0  # a busy machine may need them
         self.crew.ask_for_stacks()
         while time.monotonic() < until:  # until each has answered and nobody is still writing
             self._step(0.03)
