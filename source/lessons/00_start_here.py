@@ -239,8 +239,12 @@ hint("00-practice", level=1)
 # |---|---|---|
 # | 01 | [Device placement](01_device_placement.ipynb) | say where an operation runs, and prove it |
 # | 02 | [Two devices, one sum](02_two_devices_one_sum.ipynb) | measure what a second device is worth, and when it costs |
+# | 14 | [Where memory goes](14_where_memory_goes.ipynb) | predict the bytes of a training step by kind, and weigh them |
+# | 15 | [Out of memory](15_out_of_memory.ipynb) | find what holds the memory, and mend it |
+# | 16 | [Batch size](16_batch_size.ipynb) | find the largest batch that fits, and lose no sample when it does not |
+# | 17 | [Precision and recomputation](17_precision_and_recompute.ipynb) | train in less memory: 16 bits, recomputation, a frozen backbone |
 #
-# Then come PyTorch (03 to 09: DataParallel, DDP, pipelines, sharding), TensorFlow (10 to 13: its strategies) and memory (14 to 17: out of memory, batch size, precision). Lessons appear in this table as they are written.
+# Between them come PyTorch (03 to 09: DataParallel, DDP, pipelines, sharding) and TensorFlow (10 to 13: its strategies). Lessons appear in this table as they are written; those on memory (14 to 17) need only 00.
 #
 # ## Recap
 #
