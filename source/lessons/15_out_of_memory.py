@@ -31,6 +31,8 @@
 
 # %%
 import gc
+import io
+import json
 import linecache
 import os
 import signal
@@ -40,9 +42,10 @@ import tempfile
 import time
 import traceback
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import torch
@@ -75,10 +78,10 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, WIDTH = 4096, 64  # 4096 × 64 numbers of 4 bytes: 1 MiB
 
 
-def make_model():
+def make_model(place=device):
     torch.manual_seed(0)
     first, last = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-    return torch.nn.Sequential(first, torch.nn.ReLU(), last).to(device)
+    return torch.nn.Sequential(first, torch.nn.ReLU(), last).to(place)
 
 
 def make_batch(rows=ROWS):
@@ -266,10 +269,6 @@ for name, cure in {
 # ## Cause 2: a kept exception
 #
 # Some batches fail, and a careful program collects the errors. An exception holds its traceback, the traceback holds the **frames** of all functions that were running, and a frame holds the function's variables.
-#
-# ## Cause 3 and 4: a list of outputs, and slices of them
-#
-# A list of outputs keeps their graphs. With `.detach()` it keeps the outputs. And a slice is no copy: it holds the whole **storage** it was cut from.
 
 
 # %%
@@ -298,30 +297,10 @@ def exceptions_mended():
         yield
 
 
-def keeping(what):
-    """A program that keeps `what(output)` of every output."""
-
-    def program():
-        outputs = []
-        while True:
-            outputs.append(what(model(make_batch())))
-            yield
-
-    return program
-
-
-first_row = keeping(lambda output: output.detach()[0])
-table(
-    exception=exceptions_kept,
-    its_text=exceptions_mended,
-    output=keeping(lambda output: output),
-    output_detached=keeping(lambda output: output.detach()),
-    first_row_detached=first_row,
-    first_row_cloned=keeping(lambda output: output.detach()[0].clone()),
-)
+table(exceptions=exceptions_kept, their_texts=exceptions_mended)
 
 # %% [markdown]
-# Read it line by line: the exception keeps the output of the failing function, with its graph; one row of a detached output costs as much as all rows, until `.clone()` gives it a storage of its own. A maintainer of PyTorch on the first: [this is expected](https://github.com/pytorch/pytorch/issues/27600), because the exception holds on to the frame, and that is why neither `gc.collect` nor `empty_cache` has any effect.
+# The exception keeps the output of the failing function, and its graph. A maintainer of PyTorch: [this is expected](https://github.com/pytorch/pytorch/issues/27600), because the exception holds on to the frame, and that is why neither `gc.collect` nor `empty_cache` has any effect.
 #
 # It also decides *where* to try again after an error. Inside `except` the exception is still alive:
 
@@ -341,13 +320,40 @@ print("one line below, outside, nothing is:", outside == 0)
 # %% [markdown]
 # Python deletes the name of the exception at the end of the `except` block. So note *that* it failed, leave the block, and try again below it. Lesson 16 builds on this.
 #
+# ## Cause 3 and 4: a list of outputs, and slices of them
+#
+# A list of outputs keeps their graphs. With `.detach()` it keeps the outputs. And a slice is no copy: it holds the whole **storage** it was cut from.
+#
+# **Predict.** Four lists, one entry a step. One output is 1 MiB. How much does each list keep in a step?
+
+
+# %%
+def keeping(what):
+    """A program that keeps `what(output)` of every output."""
+
+    def program():
+        outputs = []
+        while True:
+            outputs.append(what(model(make_batch())))
+            yield
+
+    return program
+
+
+first_row = keeping(lambda output: output.detach()[0])
+table(
+    output=keeping(lambda output: output),
+    output_detached=keeping(lambda output: output.detach()),
+    first_row_detached=first_row,
+    first_row_cloned=keeping(lambda output: output.detach()[0].clone()),
+)
+
+# %% [markdown]
+# The first keeps a graph in each step, the second only the output. One row of a detached output costs as much as all rows, until `.clone()` gives it a storage of its own.
+#
 # ## Cause 5: an evaluation with graphs
 #
 # `model.eval()` does not switch graphs off. A list of validation losses then holds a graph for each.
-#
-# ## Cause 6: a loop's variables outlive the loop
-#
-# In Python a loop has no scope of its own. `batch`, `output` and `loss` of the last round live until the function returns; in a notebook, until you restart it.
 
 
 # %%
@@ -368,6 +374,15 @@ def evaluation_mended():
         yield
 
 
+table(with_graphs=evaluation_with_graphs, inference_mode=evaluation_mended)
+
+# %% [markdown]
+# ## Cause 6: a loop's variables outlive the loop
+#
+# In Python a loop has no scope of its own. `batch`, `output` and `loss` of the last round live until the function returns; in a notebook, until you restart it. Here the loop ends after four steps.
+
+
+# %%
 def after_the_loop(mended):
     def program():
         for _ in range(4):
@@ -383,12 +398,7 @@ def after_the_loop(mended):
     return program
 
 
-table(
-    graphs=evaluation_with_graphs,
-    inference_mode=evaluation_mended,
-    loop=after_the_loop(mended=False),
-    loop_then_del=after_the_loop(mended=True),
-)
+table(after_the_loop=after_the_loop(mended=False), after_del=after_the_loop(mended=True))
 
 # %% [markdown]
 # The cheapest cure for a loop's variables is a function: put the loop into one, and they go when it returns.
@@ -399,27 +409,26 @@ table(
 
 
 # %%
-def notebook(*sessions):
-    """MiB alive after each cell of each session, typed into a fresh IPython shell."""
-    import contextlib
-    import io
-
-    os.environ["IPYTHONDIR"] = tempfile.mkdtemp()  # your own profile and history stay as they are
+def type_into_a_notebook(cells):
+    """MiB alive after each cell, typed into a fresh IPython shell."""
     from IPython.core.interactiveshell import InteractiveShell
 
+    InteractiveShell.clear_instance()
+    shell = InteractiveShell.instance()
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    shell.push({"torch": torch, "gc": gc, "sys": sys, "device": place})
     readings = []
-    for cells in sessions:
-        InteractiveShell.clear_instance()
-        shell = InteractiveShell.instance()
-        place = "cuda" if torch.cuda.is_available() else "cpu"
-        shell.push({"torch": torch, "gc": gc, "sys": sys, "device": place})
-        with Budget(device=place) as meter, contextlib.redirect_stdout(io.StringIO()):
-            start = meter.live
-            for cell in cells:
-                shell.run_cell(cell, store_history=True)
-                readings.append((cell, (meter.live - start) / MiB))
-        shell.reset(new_session=True)
+    with Budget(device=place) as meter, redirect_stdout(io.StringIO()):
+        for cell in cells:
+            shell.run_cell(cell, store_history=True)
+            readings.append((cell, meter.live / MiB))
     return readings
+
+
+def notebooks(*sessions):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ["IPYTHONDIR"] = folder  # your own profile and history stay as they are
+        return [type_into_a_notebook(cells) for cells in sessions]
 
 
 # %%
@@ -432,17 +441,15 @@ FAILED = [FAIL, "step()", "gc.collect()", "sys.last_value = sys.last_traceback =
           "gc.collect()", "1 / 0", "gc.collect()"]  # fmt: skip
 CAUGHT = [FAIL, "try:\n    step()\nexcept ValueError as error:\n    print(error)"]
 
-(typed,) = launch(notebook, 1, SHOWN, HIDDEN, XDEL, FAILED, CAUGHT)
-for cell, mib in typed:
-    if cell in (MAKE, FAIL):
-        print("\na fresh notebook")
-    print(f"{mib:6.1f} MiB after   {' '.join(cell.split())}")
+(typed,) = launch(notebooks, 1, SHOWN, HIDDEN, XDEL, FAILED, CAUGHT)
+for session in typed:
+    print("\na fresh notebook")
+    for cell, mib in session:
+        print(f"{mib:6.1f} MiB after   {' '.join(cell.split())}")
 
 # %%
 # NBVAL_CHECK_OUTPUT
-alive = [mib for _, mib in typed]
-shown, hidden, xdel = alive[:5], alive[5:9], alive[9:12]
-failed, caught = alive[12:19], alive[19:]
+shown, hidden, xdel, failed, caught = [[mib for _, mib in session] for session in typed]
 print("a result that was shown survives del and gc.collect():", shown[3] > 0)
 print("with a semicolon it does not:", hidden[2] == 0)
 print("%xdel finds the hidden names too:", xdel[2] == 0)
@@ -453,17 +460,18 @@ print("an error that was caught keeps nothing:", caught[1] == 0)
 # %% [markdown]
 # So in a notebook: show `x.shape`, not `x`; or end the line with `;`. After an out-of-memory error the failed step is still in memory, and your second try starts with less than the first. The usual advice, to empty `Out` or to set `sys.last_value` to nothing, may free nothing, as you can see above (it depends on the version of IPython). Raising a small new error and collecting does. If all this fails, restart the kernel: that always works.
 #
-# ## Cause 8: fits in the first step, until the step
+# ## Cause 8: forward and backward fit, the optimizer's step does not
 #
-# Adam keeps two numbers for each parameter, but only from its first `step()` on. Here the parameters weigh 8 MiB. Forward and backward fit; then the optimizer doubles what is there.
+# Adam keeps two numbers for each parameter, but only from its first `step()` on. Here the parameters weigh 8 MiB and the limit is 28 MiB.
+#
+# **Predict.** At which line does it end, with 64 rows and with one? And with SGD, which keeps nothing?
 
 
 # %%
 def heavy_model():
     torch.manual_seed(0)
-    return torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(2)]).to(
-        device
-    )
+    layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(2)]
+    return torch.nn.Sequential(*layers).to(device)
 
 
 def first_step(optimizer_class, rows, limit=28 * MiB):
@@ -590,64 +598,97 @@ for name, program in {
 #
 # ## What `del`, `gc.collect` and `empty_cache` do
 #
-# The old notes make three claims: `empty_cache` *secures free memory*; `del` *cuts the relation to the graph entirely*; and `del` is *a good function instead of a reset*. Measure each. `freed` is what one line gave back.
-#
-# **Predict.** Six lines, 8 MiB each: which of them free something?
+# The old notes make three claims: `empty_cache` *secures free memory*; `del` *cuts the relation to the graph entirely*; and `del` is *a good function instead of a reset*. Measure each. The experiments stop at a `yield` before the line in question, and after it.
+
 
 # %%
-# NBVAL_CHECK_OUTPUT
-
-
 def eight_mib(**options):
     return torch.ones(8, 2**18, device=device, **options)
 
 
-class Node:
-    pass
+def freed_by(experiment):
+    """MiB that the lines between the first and the second yield of an experiment give back."""
+    running = experiment()
+    gc.collect()
+    gc.disable()  # so that no collection comes by chance
+    try:
+        with Budget(device=device) as meter:
+            next(running)
+            before = meter.live
+            next(running)
+            return (before - meter.live) / MiB
+    finally:
+        gc.enable()
 
 
-gc.collect()
-gc.disable()  # so that no collection comes by chance between two lines
-with Budget(device=device) as meter:
+# %% [markdown]
+# **Predict.** Six experiments with 8 MiB each: which lines free something?
 
-    def freed(before, what):
-        print(f"{(before - meter.live) / MiB:4.0f} MiB freed by  {what}")
 
+# %%
+def del_of_the_only_name():
     x = eight_mib()
-    before = meter.live
+    yield
     del x
-    freed(before, "del of the only name")
+    yield
 
+
+def del_of_one_name_of_two():
     x = y = eight_mib()
-    before = meter.live
+    yield
     del x
-    freed(before, "del of one name of two")
-    del y
+    yield y
 
+
+def del_of_a_result_in_a_graph():
     weight = eight_mib(requires_grad=True)
     hidden = weight.exp()
     loss = hidden.sum()
-    before = meter.live
+    yield
     del hidden
-    freed(before, "del of a result inside a graph")
-    loss.backward()
-    print("          … and backward still works:", weight.grad is not None)
-    del weight, loss
+    yield
+    loss.backward()  # and this still works
 
-    node = Node()
-    node.itself, node.data = node, eight_mib()
-    before = meter.live
+
+# %%
+def del_of_an_object_in_a_circle():
+    node = SimpleNamespace(data=eight_mib())
+    node.itself = node
+    yield
     del node
-    freed(before, "del of an object in a cycle")
-    gc.collect()
-    freed(before, "gc.collect() after it")
+    yield
 
+
+def del_and_gc_collect():
+    node = SimpleNamespace(data=eight_mib())
+    node.itself = node
+    yield
+    del node
+    gc.collect()
+    yield
+
+
+def empty_cache_beside_a_living_tensor():
     x = eight_mib()
-    before = meter.live
+    yield
     torch.cuda.empty_cache()
-    freed(before, "empty_cache() with a living tensor")
-    del x
-gc.enable()
+    yield x
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for experiment in (
+    del_of_the_only_name,
+    del_of_one_name_of_two,
+    del_of_a_result_in_a_graph,
+    del_of_an_object_in_a_circle,
+    del_and_gc_collect,
+    empty_cache_beside_a_living_tensor,
+):
+    print(f"{freed_by(experiment):3.0f} MiB freed by {experiment.__name__.replace('_', ' ')}")
+
+list(del_of_a_result_in_a_graph())  # to its end: an error in backward would show here
+print("backward works without the name: True")
 
 # %% [markdown]
 # - **`del`** takes away a *name*. The tensor goes when its last reference goes, and at once: no collection is needed. It cuts no relation to any graph: the graph still held `hidden`, or `backward` could not have worked.
@@ -838,7 +879,7 @@ def one_step(when_full):
     """One step of this rank; returns what it did, or what it was told."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))  # in earnest it is minutes
     dist.barrier()  # so far all is well
-    model, shard = make_model().to(my_device()), my_shard()
+    model, shard = make_model(my_device()), my_shard()
     try:
         with Budget(model, shard, limit=LIMITS[dist.get_rank()]):
             gradients(model, shard)
@@ -895,7 +936,7 @@ def vote(fits):
 
 
 def step_with_vote():
-    model, shard, parts = make_model().to(my_device()), my_shard(), 1
+    model, shard, parts = make_model(my_device()), my_shard(), 1
     while True:
         try:
             with Budget(model, shard, limit=LIMITS[dist.get_rank()]):
@@ -917,7 +958,7 @@ def step_with_vote():
 
 # %%
 # NBVAL_CHECK_OUTPUT
-alone = make_model().cpu()
+alone = make_model("cpu")
 torch.manual_seed(1)
 gradients(alone, torch.randn(2 * ROWS, WIDTH))
 largest = max(
@@ -950,11 +991,34 @@ if torch.cuda.is_available():
         print(error)
 else:
     print("CUDA's own message: not measured, there is no GPU here")
-results = Path("..", "benchmarks", "results", "memory_gpu.json")
-results = results if results.exists() else Path("benchmarks", "results", "memory_gpu.json")
-print("reference results of a GPU:", results.read_text() if results.exists() else "not measured")
+# %% [markdown]
+# How far a budget's count lies from what CUDA's allocator says of the same training steps, where the authors have measured it:
+
+# %%
+places = [Path("benchmarks/results/memory.json"), Path("../benchmarks/results/memory.json")]
+file = next((place for place in places if place.exists()), None)
+results = json.loads(file.read_text()) if file else {"rows": []}
+rows = [row for row in results["rows"] if "cuda" in row]
+for row in rows:
+    share = row["budget"] / row["cuda"] - 1
+    print(f"{row['model']:18} {row['optimizer']:6} {memory.size(row['cuda']):>9}, {share:+.1%}")
+print("measured on:", *results["machine"]["gpus"]) if rows else print("not measured")
 
 # %% [markdown]
+# ## The old notes, tested
+#
+# | what notes of 2021 say | what you have seen |
+# |---|---|
+# | hard to say where and why; the traceback points elsewhere | true: it names the last straw. The breakdown by kind, and growth from step to step, name the cause |
+# | smaller batch, clean up, run again | right where memory is flat and activations are most of it; against a leak it buys time |
+# | `GPUtil.showUtilization()` | a table without rows where there is no GPU, a `ValueError` where `nvidia-smi` answers in words; NVML and `census` say what is wrong |
+# | `empty_cache` secures free memory | it frees no tensor; it gives unused blocks of a GPU to *others* |
+# | `del` cuts the relation to the graph entirely | no: the graph held the tensor, and `backward` worked |
+# | `del` is a good function instead of a reset | if the name was the last reference; in a notebook it often is not |
+# | `total_loss += loss` keeps graphs; `float(loss)` or `loss.item()` | true, and worst where nobody calls `backward`; `float(loss)` warns today |
+# | loop variables outlive the loop | true |
+# | `torch.no_grad()` for inference | right for memory; dropout and BatchNorm need `eval()` |
+#
 # ## Exercise
 #
 # [Exercise 15](../exercises/15_out_of_memory.ipynb): mend four programs that leak, tell out of memory from everything else, and evaluate a model without leaving a trace. About 35 minutes.
