@@ -1,12 +1,13 @@
 """find_batch_size against its peers: the same models, the same limits, in one run.
 
-    python benchmarks/batch_size_bench.py               # 48 cases, about 20 minutes
+    python benchmarks/batch_size_bench.py               # 48 cases, about 10 minutes on two cores
     python benchmarks/batch_size_bench.py --cases 6     # some of them, nothing is written
 
 The limit is the budget of course_utils.memory, which every peer takes for a device that is out
-of memory. Each method gets a fresh model and a data set of 8192 samples, and its time includes
-everything but the imports. accelerate and toma start at 8192, as their users do who want the
-largest; Lightning starts at 2, its own default.
+of memory. Each core runs its share of the cases, on one thread; the methods of one case run on
+the same core, one after the other. Each method gets a fresh model and a data set of 8192
+samples, and its time includes everything but the imports. accelerate and toma start at 8192, as
+their users do who want the largest; Lightning starts at 2, its own default.
 
 - true maximum: the largest batch with which a fresh model makes two training steps below the
   limit (the second one is the larger: optimizers make their state in the first), by bisection,
@@ -22,6 +23,7 @@ import atexit
 import gc
 import itertools
 import logging
+import os
 import shutil
 import signal
 import statistics
@@ -30,18 +32,20 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
 from benchmarks import common  # noqa: E402
 from benchmarks.models import MODELS, OPTIMIZERS, Case  # noqa: E402
 from course_utils import memory  # noqa: E402
 from course_utils.batch_size import find_batch_size  # noqa: E402
+from course_utils.devices import census  # noqa: E402
+from course_utils.launch import launch  # noqa: E402
 from course_utils.memory import MiB  # noqa: E402
 
 LIMITS = (32 * MiB, 64 * MiB, 128 * MiB)
@@ -297,34 +301,47 @@ def targets(summaries: list[dict]) -> list[dict]:
     return [common.target(*promise) for promise in promises]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, help="only so many cases; nothing is written")
-    args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.INFO)  # Lightning reports each trial
+def run_cases(cases: list[tuple[str, str, int]], verbose: bool) -> list[dict]:
+    """This rank's share of the cases. Runs on a core of its own, with one thread."""
     import accelerate as _accelerate  # noqa: F401  imports are not timed
     import pytorch_lightning as _lightning  # noqa: F401
     import toma as _toma  # noqa: F401
 
-    torch.set_num_threads(1)  # one core is one device
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.INFO)  # Lightning reports each trial
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]  # the methods are not to take this for one training on two ranks
+    rows = []
+    for number, (name, optimizer, limit) in list(enumerate(cases))[rank::ranks]:
+        make = partial(Attempt, MODELS[name], optimizer, limit)
+        largest = true_maximum(make)
+        assert 0 < largest, f"{name}: not one sample fits {memory.size(limit)}"
+        # Another one begins in each case, so that no method always runs first.
+        order = list(METHODS)[number % 5 :] + list(METHODS)[: number % 5]
+        case = {"model": name, "optimizer": optimizer, "limit_mib": limit // MiB,
+                "true_maximum": largest}  # fmt: skip
+        start = time.monotonic()
+        for method in order:
+            rows.append({**case, "method": method, **measure(make, METHODS[method], largest)})
+            if verbose:
+                print(rows[-1], flush=True)
+        seconds = time.monotonic() - start
+        print(f"{name}, {optimizer}, {limit // MiB} MiB: {seconds:.0f} s", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, help="only so many cases; nothing is written")
+    args = parser.parse_args()
     cases = list(itertools.product(MODELS, OPTIMIZERS, LIMITS))
     if args.cases:
         cases = cases[:: max(1, len(cases) // args.cases)][: args.cases]
-    rows = []
+    cores = min(2, len(census().cpu.cores or (0,)))
     with common.OtherWork() as others:
-        for number, (name, optimizer, limit) in enumerate(tqdm(cases, desc="cases")):
-            make = lambda: Attempt(MODELS[name], optimizer, limit)  # noqa: B023, E731
-            largest = true_maximum(make)
-            assert 0 < largest, f"{name}: not one sample fits {memory.size(limit)}"
-            # Another one begins in each case, so that no method always runs first.
-            order = list(METHODS)[number % 5 :] + list(METHODS)[: number % 5]
-            case = {"model": name, "optimizer": optimizer, "limit_mib": limit // MiB,
-                    "true_maximum": largest}  # fmt: skip
-            for method in order:
-                rows.append({**case, "method": method, **measure(make, METHODS[method], largest)})
-                if args.cases:
-                    tqdm.write(str(rows[-1]))
+        parts = launch(run_cases, cores, cases, bool(args.cases), init=False, timeout=7200)
+    rows = [row for part in parts for row in part]
     summaries = [summary(rows, method) for method in METHODS]
     if args.cases:
         for line in table(summaries)["rows"]:
@@ -333,6 +350,10 @@ def main() -> None:
     common.write(
         "batch_size", "The largest batch that fits, against the peers", others.percent,
         rows, targets(summaries), summaries=summaries, table=table(summaries),
+        note="48 cases: eight models, Adam and SGD, limits of 32, 64 and 128 MiB; true maxima "
+        f"from {min(r['true_maximum'] for r in rows)} to {max(r['true_maximum'] for r in rows)} "
+        "samples. Medians over the cases, quartiles in brackets. What each column means stands "
+        "in benchmarks/batch_size_bench.py.",
     )  # fmt: skip
 
 
