@@ -39,7 +39,7 @@ from course_utils.grading import check, hint
 # %% [markdown]
 # ## Task 1: loss scaling by hand (5 points)
 #
-# A float16 gradient below about 3·10⁻⁸ becomes 0, one above 65 504 becomes infinity. Python can show both without a framework:
+# A float16 gradient of 2⁻²⁵ (3·10⁻⁸) or less becomes 0, one of 65 520 or more becomes infinity. Python can show the zero without a framework (for infinity `struct` raises an `OverflowError` instead):
 
 
 # %%
@@ -104,7 +104,7 @@ check("17-loss-scaling")
 # `starts` is a list with the number of each segment's first layer, counted from 0: it begins with 0 and rises. Four layers of 10 MiB with `starts = [0, 2]` keep 20 MiB and recompute 10 MiB more at a time: a peak of 30 MiB, where 40 would be needed without segments.
 #
 # 1. `peak_memory(sizes, starts)` returns the peak in MiB.
-# 2. `choose_segments(sizes)` returns the starts with the lowest peak; where several are lowest, any of them. There are at most 11 layers.
+# 2. `choose_segments(sizes)` returns the starts with the lowest peak; where several are lowest, any of them. There are 1 to 11 layers.
 
 
 # %% task="17-segments"
@@ -127,7 +127,7 @@ def peak_memory(sizes, starts):
 def choose_segments(sizes):
     """Return the starts with the lowest peak.
 
-    sizes: MiB of each layer's input, at most 11 layers.
+    sizes: MiB of each layer's input, 1 to 11 layers.
     """
     ### BEGIN SOLUTION
     choices = [

@@ -330,15 +330,16 @@ def _starts_problem(starts: Any, sizes: list, best: int) -> str:
     if starts[0] != 0 or starts != sorted(set(starts)):
         return "the starts must begin with layer 0 and rise, each layer at most once"
     if _peak(sizes, starts) > best:
-        return f"with {n} layers, another choice has a lower peak"
+        mine = _peak(sizes, starts)
+        return f"for the sizes {sizes} your starts need {mine} MiB, the best ones {best} MiB"
     return ""
 
 
 def _segments_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     peak = ""
     for number, (case, want) in enumerate(zip(inputs["asked"], expected["peaks"], strict=True)):
-        value, layers = item(item(got, "peaks"), number), len(case["sizes"])
-        words = f"with {layers} layers in {len(case['starts'])} segments the peak"
+        value = item(item(got, "peaks"), number)
+        words = f"for the sizes {case['sizes']} and the starts {case['starts']} the peak"
         if type(value) not in (int, float):
             peak = peak or f"{words} must be a number, not {describe(value)}"
         elif not close(value, want):
@@ -376,7 +377,8 @@ SEGMENTS = Task(
         "layers to try every set of starts that contains 0.",
         "`ends = starts[1:] + [len(sizes)]`, and the peak is the sum of `sizes[s]` over the "
         "starts plus the largest `sum(sizes[s + 1 : e])`. `itertools.combinations(range(1, n), "
-        "k)` for every k gives all further starts; keep the one with the smallest peak.",
+        "k)` for every k from 0 to n - 1 gives all starts but the first, 0; keep those with "
+        "the smallest peak.",
     ),
     wrong=(
         Wrong(
@@ -473,7 +475,7 @@ def _pick_inputs(seed: int) -> list:
                 for kind, times in zip(_TYPES, speeds, strict=True)
             },
             "peak_mib": dict(zip(_TYPES, peaks, strict=True)),
-            "limit_mib": limit,
+            "limit_mib": limit or peaks[1],  # None: bfloat16 just fits
         }
 
     def much():
@@ -490,6 +492,8 @@ def _pick_inputs(seed: int) -> list:
         record("fits", "a server's CPU, big model", None, True, (1, 0.7, 0.2), big),
         record("fits", "a GPU of 2020, big model", [8, 6], True, (3, 1, 0.4), big),
         record("fits", "many weights, few samples", [8, 0], True, (1, 2, 2), (900, 1200, 1200)),
+        record("fits", "a GPU, full", [8, 0], True, (1, 2, 0.5), (900, 600, 500), None),
+        record("care", "a GPU of 2021", [8, 6], True, (0.5, 0.905, 1)),
         record("care", "a GPU of 2022", [9, 0], True, (0.5, 1, same)),
         record("care", "a GPU of 2022, tiny model", [9, 0], True, (1, same, same * 1.02)),
         record("speed", "not all measured", [8, 9], True, (1, None, much())),
@@ -503,14 +507,9 @@ def _pick_run(student, inputs: list) -> list:
     for case in inputs:
         device = {key: value for key, value in case.items() if key != "about"}
         try:
-            dtype, scaler = student.pick_precision(device)
+            answers.append({"answer": student.pick_precision(device)})
         except ValueError as error:
-            if "memory" not in str(error):
-                answers.append({"error": "other"})
-                continue
-            answers.append({"error": "memory"})
-            continue
-        answers.append({"dtype": dtype, "scaler": scaler})
+            answers.append({"error": "memory" if "memory" in str(error) else "other"})
     return answers
 
 
@@ -546,24 +545,29 @@ def _pick_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(_PICK_TEXTS, "")
     scaler = ""
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
-        answer, about, name = item(got, number), case["about"], case["name"]
-        kind, scaled = item(answer, "dtype"), item(answer, "scaler")
+        about, name = case["about"], case["name"]
+        answer, error = (item(item(got, number), key) for key in ("answer", "error"))
+        kind, scaled = answer if is_list(answer, 2) else (None, None)
         problem = ""
         if want is None:
-            if item(answer, "error") == "other":
+            if error == "other":
                 problem = f"{name}: the ValueError does not mention the memory"
-            elif item(answer, "error") != "memory":
+            elif error != "memory":
                 problem = f"{name}: no type is left, and yet no ValueError was raised"
-        elif item(answer, "error") in ("memory", "other"):
+        elif error in ("memory", "other"):
             problem = f"{name}: a ValueError was raised, though a type is left"
+        elif not is_list(answer, 2):
+            problem = f"(name of the type, scaler) was expected, not {describe(answer)}"
         elif not (type(kind) is str and kind in _TYPES):
             problem = f"{name}: the name of one of the three types was expected"
         elif kind != _TYPES[want]:
             problem = f"{name}: another type follows from the rules"
         why[about] = why[about] or problem
-        if want is not None and (
-            type(scaled) is not bool or kind not in _TYPES or scaled != (kind == "float16")
-        ):
+        if want is None:
+            continue
+        if not is_list(answer, 2):
+            scaler = scaler or problem
+        elif type(scaled) is not bool or scaled != (kind == "float16"):
             scaler = scaler or f"{name}: a scaler goes with one of the types, and with no other"
     return [
         *(Finding(text, 1, why[about]) for about, text in _PICK_TEXTS.items()),
@@ -586,9 +590,11 @@ PICK = Task(
         "Keep the types that were measured, fit under the limit, and are not emulated. None "
         "left: raise. Otherwise take the fastest speed, divide it by 1.1, and go through the "
         "types in the order of care: the first that is at least that fast.",
-        "`left = [t for t in TYPES if speed[t] is not None and peak[t] <= limit and (t != "
-        "'bfloat16' or native)]`, `enough = max(speed[t] for t in left) / 1.1`, then the "
-        "first t of `left` with `speed[t] >= enough`; return `(t, t == 'float16')`.",
+        "With `speed = device['samples_per_s']`, go through float32, bfloat16, float16 and put "
+        "t in `left` if `speed[t] is not None and device['peak_mib'][t] <= device['limit_mib'] "
+        "and (t != 'bfloat16' or device['bf16_native'])`. Then `enough = max(speed[t] for t in "
+        "left) / 1.1`; for the first t of `left` with `speed[t] >= enough` return "
+        "`(t, t == 'float16')`.",
     ),
     wrong=(
         Wrong(
@@ -660,6 +666,62 @@ def pick_precision(device):
     return best, best != "float32"
 """,
             5,
+        ),
+        Wrong(
+            "a peak equal to the limit is out",
+            """
+def pick_precision(device):
+    speed, peak = device["samples_per_s"], device["peak_mib"]
+    left = [t for t in ("float32", "bfloat16", "float16")
+            if speed[t] is not None and peak[t] < device["limit_mib"]
+            and (t != "bfloat16" or device["bf16_native"])]
+    if not left:
+        raise ValueError("not enough memory")
+    enough = max(speed[t] for t in left) / 1.1
+    best = next(t for t in left if speed[t] >= enough)
+    return best, best == "float16"
+""",
+            5,
+        ),
+        Wrong(
+            "a tenth less than the fastest is enough",
+            """
+def pick_precision(device):
+    speed, peak = device["samples_per_s"], device["peak_mib"]
+    left = [t for t in ("float32", "bfloat16", "float16")
+            if speed[t] is not None and peak[t] <= device["limit_mib"]
+            and (t != "bfloat16" or device["bf16_native"])]
+    if not left:
+        raise ValueError("not enough memory")
+    enough = 0.9 * max(speed[t] for t in left)
+    best = next(t for t in left if speed[t] >= enough)
+    return best, best == "float16"
+""",
+            5,
+        ),
+        Wrong(
+            "returns only the name",
+            """
+def pick_precision(device):
+    speed, peak = device["samples_per_s"], device["peak_mib"]
+    left = [t for t in ("float32", "bfloat16", "float16")
+            if speed[t] is not None and peak[t] <= device["limit_mib"]
+            and (t != "bfloat16" or device["bf16_native"])]
+    if not left:
+        raise ValueError("not enough memory")
+    enough = max(speed[t] for t in left) / 1.1
+    best = next(t for t in left if speed[t] >= enough)
+    return best
+""",
+            1,
+        ),
+        Wrong(
+            "returns nothing",
+            """
+def pick_precision(device):
+    print(device["name"])
+""",
+            0,
         ),
     ),
 )
