@@ -118,9 +118,14 @@ check("14-bytes-by-kind")
 # NBVAL_CHECK_OUTPUT
 small = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sigmoid(), nn.AvgPool2d(2))
 image = torch.ones(1, 3, 10, 10)
-with torch.autograd.graph.saved_tensors_hooks(
-    lambda tensor: print("kept:", list(tensor.shape)) or tensor, lambda tensor: tensor
-):
+
+
+def look(tensor):
+    print("kept:", list(tensor.shape))
+    return tensor  # what a hook returns is what autograd keeps
+
+
+with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
     small(image)
 
 # %% [markdown]
@@ -131,6 +136,7 @@ with torch.autograd.graph.saved_tensors_hooks(
 # 1. What counts is the whole **storage** of a kept tensor, `tensor.untyped_storage().nbytes()`: a view keeps all of it.
 # 2. A storage that several layers keep counts once, for the first of them.
 # 3. The storages of x, of parameters and of buffers do not count: they exist anyway. You know a storage by its address, `tensor.untyped_storage().data_ptr()`.
+# 4. You only look: a backward pass must still work after your hooks. Autograd keeps what the first hook returns. If that is None, the tensor is freed, and another tensor may get its address.
 
 
 # %% task="14-dominant-layer"
@@ -164,7 +170,7 @@ def dominant_layer(model, x):
 
 
 # %% [markdown]
-# Does it find the layer where storages are shared, where a view keeps a whole sequence, where numbers have 8 bytes?
+# Does it find the layer where storages are shared, where buffers are kept too, where a view keeps a whole sequence, where numbers have 8 bytes?
 
 # %% test="14-dominant-layer"
 check("14-dominant-layer")

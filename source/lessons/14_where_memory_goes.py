@@ -86,7 +86,7 @@ storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t i
 print("together:", sum(storages.values()), "bytes, in", len(storages), "storages")
 
 # %% [markdown]
-# Two storages, not four. A view costs nothing, as long as its storage is needed anyway. Now the other side of it.
+# Two storages, not four. A view costs nothing, as long as its storage is needed anyway.
 #
 # **Predict.** You delete `a` and `b`. Only `c` is left to look at the large storage: ten rows, 1 % of it. How many bytes are freed?
 
@@ -288,7 +288,7 @@ def show(tensor):
     kind = str(tensor.dtype).removeprefix("torch.")
     size = tensor.untyped_storage().nbytes() / MiB
     print(f"    {list(tensor.shape)!s:19} {kind:8} {size:6.2f} MiB  {what}")
-    return tensor
+    return tensor  # autograd keeps what the hook returns
 
 
 y = x
@@ -423,7 +423,7 @@ print("the part before the broken layer:")
 print("\n".join(printed(broken[:14], (3, 150, 150))[14:17]))
 
 # %% [markdown]
-# Both find the error before any training. `torchsummary` prints its table at the end, so there is none, and its message names no layer: 2 samples came with one number of features, and the weight expects another. `torchinfo`, the tool of today, names the layers that ran, and the same message stands above it in the traceback. The part before the broken layer runs, and its summary has the right number: 7 · 7 · 128.
+# Both find the error before any training. `torchsummary` passes PyTorch's message on, which names no layer, and prints no table. `torchinfo`, the tool of today, names the layers that ran (PyTorch's message stands above it in the traceback). The part before the broken layer runs, and its summary has the right number: 7 · 7 · 128.
 #
 # ### Where the summary is wrong
 #
@@ -627,17 +627,14 @@ for kind in [*kinds, "peak in backward", "peak in the optimizer"]:
     print(f"{kind:24}{giant[kind] / GiB:8.1f} GiB")
 
 # %%
-ram = machine.cpu.total_memory
-print("this machine has", "an unknown amount" if ram is None else memory.size(ram), "of RAM")
-for gpu in machine.gpus:
-    if gpu.total_memory:
-        print(f"{gpu.name} has {memory.size(gpu.total_memory)}")
-if ram:
-    need = max(giant["peak in backward"], giant["peak in the optimizer"])
-    print(f"the model needs {need / ram:.1f} times the RAM; nothing was allocated to know it")
+need = max(giant["peak in backward"], giant["peak in the optimizer"])
+for owner in (machine.cpu, *machine.gpus):
+    if owner.total_memory:  # None where it is not known
+        print(f"{owner.name} has {memory.size(owner.total_memory)}; ", end="")
+        print(f"the model needs {need / owner.total_memory:.1f} times that")
 
 # %% [markdown]
-# The model was "trained" for two steps here, in seconds. The four kinds are not all there at once: in backward, activations make room while gradients come. So both peaks are near four times the parameters, and one more sample would raise only the first. Lesson 09 divides such a model among devices, and lesson 17 makes it smaller.
+# The model was "trained" for two steps here, in seconds. The four kinds are not all there at once: in backward, activations make room while gradients come. So each peak is just above four times the parameters. Lesson 09 divides such a model among devices, and lesson 17 makes it smaller.
 #
 # ## Round 6: two devices, twice the price
 #
@@ -647,6 +644,7 @@ if ram:
 
 
 # %%
+# NBVAL_CHECK_OUTPUT
 def my_device():
     """The GPU of this rank if it was given one, otherwise the core that it is pinned to."""
     if torch.cuda.is_available():
@@ -686,18 +684,11 @@ def three_ways():
 
 reports = launch(three_ways, 2)
 alone, ranks = reports[0]["one device"], [report["DDP"] for report in reports]
-print(f"{'':18}{'one device':>12}{'rank 0':>12}{'rank 1':>12}{'both':>12}")
+print(f"{'':18}{'one device':>12}{'rank 0':>12}{'rank 1':>12}   both / one device")
 for kind in alone:
-    sizes = [alone[kind], *(rank[kind] for rank in ranks), sum(rank[kind] for rank in ranks)]
-    print(f"{kind:18}" + "".join(f"{size / MiB:8.2f} MiB" for size in sizes))
-
-# %%
-# NBVAL_CHECK_OUTPUT
-print("both ranks hold the same:", ranks[0] == ranks[1])
-for kind in ["parameters", "gradients", "optimizer state", "activations"]:
-    print(
-        f"{kind}: both ranks hold {sum(r[kind] for r in ranks) / alone[kind]:.2f} times one device"
-    )
+    sizes = [alone[kind], *(rank[kind] for rank in ranks)]
+    ratio = f"{sum(sizes[1:]) / sizes[0]:.2f}" if sizes[0] else "only in DDP"
+    print(f"{kind:18}" + "".join(f"{size / MiB:8.2f} MiB" for size in sizes) + f"   {ratio}")
 
 # %% [markdown]
 # Activations are divided, and everything else is there twice: data parallel training does not help a model that does not fit. (Lesson 09 divides the model too.)

@@ -99,7 +99,15 @@ def _miss(got: Any, want: int) -> str:
     """How a number of bytes misses, or nothing; a whole number that came as float is fine."""
     if not is_number(got):
         return f"a number of bytes was expected, not {describe(got)}"
-    return "" if got == want else f"it is too {'large' if got > want else 'small'}"
+    if got == want:
+        return ""
+    problem = f"too {'large' if got > want else 'small'}"
+    if not 0 < got < 100 * want:
+        return problem
+    ratio = f"{got / want:.3f}"
+    return f"{problem}, " + (
+        "by a few bytes" if ratio == "1.000" else f"{ratio} times the right number"
+    )
 
 
 def _bytes_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
@@ -114,7 +122,11 @@ def _bytes_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             else:
                 problem = _miss(answer[kind], want[kind])
             if problem and not why[about]:
-                why[about] = f"{kind}, with {case['optimizer']}: {problem}"
+                tensors = {entry["id"]: entry["trainable"] for entry in case["tensors"]}
+                where = f"{len(tensors)} tensors, {sum(tensors.values())} of them trainable"
+                if kind == "optimizer state":
+                    where += f", with {case['optimizer']}"
+                why[about] = f"{kind} of {where}: {problem}"
     return [Finding(text, 1, why[about]) for about, text in _BYTES_TEXTS.items()]
 
 
@@ -197,7 +209,7 @@ BYTES = Task(
 _LAYER_TEXTS = {
     "plain": "the layer is found, and its bytes are right",
     "shared": "a storage that two layers keep counts for the first of them",
-    "parameters": "parameters and the model's input do not count",
+    "parameters": "parameters, buffers and the model's input do not count",
     "views": "a view counts with the whole storage that it keeps alive",
     "types": "other types of numbers have other sizes",
 }
@@ -232,6 +244,8 @@ def _layer_inputs(seed: int) -> list:
             "parameters", [batch, 300],
             ["Linear", 300, 16], ["Sigmoid"], ["Linear", 16, 400], ["Sigmoid"], ["Linear", 400, 90],
         ),
+        # In training the normalisation keeps its running mean and variance too: buffers.
+        case("parameters", [batch, few], ["Linear", few, 300], ["BatchNorm1d", 300]),
         # The last step of a sequence is a view: the layer after it keeps the whole sequence.
         case(
             "views", [batch, 30, 6],
@@ -248,7 +262,10 @@ def _layer_inputs(seed: int) -> list:
 
 
 def _layer_run(student, inputs: list) -> list:
-    """Build each model, let it run once to see that it does, and ask for its heaviest layer."""
+    """Build each model and ask for its heaviest layer; then see whether backward still works.
+
+    For each model: the answer, and what the backward pass raised ("" if nothing).
+    """
     from collections import OrderedDict
 
     import torch
@@ -265,8 +282,16 @@ def _layer_run(student, inputs: list) -> list:
         dtype = getattr(torch, case["dtype"])
         model = torch.nn.Sequential(layers).to(dtype)
         x = torch.ones(case["shape"], dtype=dtype)
-        answer = student.dominant_layer(model, x)
-        answers.append(list(answer) if isinstance(answer, tuple) else answer)
+        results = []  # of the last layer, as often as the student calls it
+        model[-1].register_forward_hook(lambda *call, results=results: results.append(call[-1]))
+        answer, problem = student.dominant_layer(model, x), ""
+        try:
+            for result in results:
+                if result.requires_grad:
+                    result.sum().backward(retain_graph=True)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        answers.append([list(answer) if isinstance(answer, tuple) else answer, problem])
     return answers
 
 
@@ -292,7 +317,7 @@ def _layer_expected(inputs: list) -> list:
             elif kind == "MaxPool2d":
                 shape = [*shape[:2], *(n // 2 for n in shape[2:])]
                 extra = 8 * shape[0] * shape[1] * shape[2] * shape[3]
-            elif kind == "BatchNorm2d":
+            elif kind in ("BatchNorm1d", "BatchNorm2d"):
                 extra = 2 * unit * arguments[0]  # mean and deviation of the batch
             elif kind == "Flatten":
                 shape = [shape[0], shape[1] * shape[2] * shape[3]]
@@ -315,20 +340,30 @@ def _layer_expected(inputs: list) -> list:
 def _layer_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(_LAYER_TEXTS, "")
     for number, (case, (name, size)) in enumerate(zip(inputs, expected, strict=True)):
-        answer, names = item(got, number), [layer[0] for layer in case["layers"]]
-        model = f"model {number + 1} of {len(inputs)}"
-        if type(answer) is not list or len(answer) != 2:
+        pair = item(got, number)
+        answer, backward = pair if type(pair) is list and len(pair) == 2 else (pair, "")
+        kinds = {layer[0]: layer[1] for layer in case["layers"]}
+        if backward != "":
+            problem = (
+                f"after your hooks a backward pass fails; both must return a tensor. {backward}"
+            )
+        elif type(answer) is not list or len(answer) != 2:
             problem = f"a pair (name, bytes) was expected, not {describe(answer)}"
-        elif type(answer[0]) is not str or answer[0] not in names:
+        elif type(answer[0]) is not str or answer[0] not in kinds:
             problem = "the first of the pair is not the name of one of its layers"
         elif answer[0] != name:
-            kinds = {layer[0]: layer[1] for layer in case["layers"]}
-            problem = f"another layer keeps more than this {kinds[answer[0]]}"
+            bytes_too = _miss(answer[1], size) if is_number(answer[1]) else ""
+            problem = f"another layer keeps more than {answer[0]} ({kinds[answer[0]]})"
+            problem += f", and your bytes are {bytes_too}" if bytes_too else ""
         else:
             problem = _miss(answer[1], size)
-            problem = problem and f"the layer is right, but of its bytes: {problem}"
-        if problem:
-            why[case["about"]] = f"{model}: {problem}"
+            problem = problem and f"{name} ({kinds[name]}) is right, but its bytes are {problem}"
+        if problem and not why[case["about"]]:
+            layers = ", ".join(kinds.values())
+            why[case["about"]] = (
+                f"model {number + 1} of {len(inputs)} ({layers}; input {case['shape']}, "
+                f"{case['dtype']}): {problem}"
+            )
     return [Finding(text, 1, why[about]) for about, text in _LAYER_TEXTS.items()]
 
 
@@ -405,6 +440,16 @@ def dominant_layer(model, x):
             "parameters count as well",
             _WALK.replace("[x, *model.parameters(), *model.buffers()]", "[x]"),
             4,
+        ),
+        Wrong(
+            "buffers count",
+            _WALK.replace(", *model.buffers()", ""),
+            4,
+        ),
+        Wrong(
+            "a hook that returns nothing",  # so autograd keeps nothing, and addresses are reused
+            _WALK.replace("            return tensor\n", ""),
+            0,
         ),
         Wrong(
             "the bytes of the view, not of its storage",
