@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import math
-import random
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from course_utils import memory
+from course_utils import _random, memory
 from course_utils._bytes import tensors_in
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Before:
         self.forget()
 
     def forget(self) -> None:
-        self._random: tuple | None = None
+        self._random: dict | None = None
         self._buffers: list[tuple] = []
 
     def keep(self) -> None:
@@ -53,38 +52,17 @@ class Before:
         if self._random is None:
             now = [(owner, name, owner._buffers[name]) for owner, name in self._places]
             self._buffers = [(*place, place[-1].clone()) for place in now]
-            self._random = _random_state()
+            self._random = _random.state()
 
     def restore(self) -> None:
         import torch
 
         if self._random is not None:
-            _set_random_state(self._random)
+            _random.restore(self._random)
         with torch.no_grad():
             for owner, name, buffer, value in self._buffers:
                 buffer.copy_(value)
                 owner._buffers[name] = buffer  # forward may have put another tensor there
-
-
-def _random_state() -> tuple:
-    """numpy's is read only if somebody has loaded it: it takes longer than all the others."""
-    import torch
-
-    numpy = sys.modules.get("numpy.random")
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), random.getstate(), numpy and numpy.get_state(), cuda
-
-
-def _set_random_state(state: tuple) -> None:
-    import torch
-
-    cpu, python, numpy, cuda = state
-    torch.set_rng_state(cpu)
-    random.setstate(python)
-    if numpy:
-        sys.modules["numpy.random"].set_state(numpy)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
 
 
 def reserve(optimizer: torch.optim.Optimizer) -> dict | None:
@@ -112,7 +90,7 @@ def reserve(optimizer: torch.optim.Optimizer) -> dict | None:
     twin._optimizer_step_post_hooks = OrderedDict()
     parameters = [p for group in twin.param_groups for p in group["params"] if p.requires_grad]
     values = [_bits(p).cpu().numpy().copy() for p in parameters]
-    numbers = _random_state()
+    numbers = _random.state()
     try:
         for p in parameters:
             p.grad = torch.zeros_like(p)
@@ -122,7 +100,7 @@ def reserve(optimizer: torch.optim.Optimizer) -> dict | None:
             p.grad = None
         for p, value in zip(parameters, values, strict=True):
             _bits(p).copy_(torch.from_numpy(value))
-        _set_random_state(numbers)
+        _random.restore(numbers)
     return twin.state
 
 

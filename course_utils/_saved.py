@@ -10,12 +10,12 @@ import hashlib
 import io
 import os
 import pickle
-import random
 import re
-import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
+
+from course_utils import _random
 
 FORMAT = 1
 _HEAD = re.compile(rb"course_utils checkpoint (\d+) bytes=(\d+) sha256=([0-9a-f]{64})\n")
@@ -172,34 +172,19 @@ def differences(name: str, saved: dict[str, Any], here: dict[str, Any]) -> list[
 
 
 class RandomNumbers:
-    """The global generators of Python, torch, CUDA where it is in use, and numpy where loaded."""
+    """The global generators, as one more thing to save."""
 
     def state_dict(self) -> dict[str, Any]:
-        import torch
-
-        state = {"python": random.getstate(), "torch": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        if "numpy" in sys.modules:
-            name, key, *rest = sys.modules["numpy"].random.get_state()
-            state["numpy"] = (name, key.tolist(), *rest)
-        return state
+        return _random.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         import torch
 
-        random.setstate(state["python"])
-        torch.set_rng_state(state["torch"])
-        if "numpy" in state:
-            import numpy
-
-            numpy.random.set_state(state["numpy"])
-        saved = state.get("cuda", [])
+        saved = len(state.get("cuda", []))
         here = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-        if len(saved) != here:
+        if saved != here:
             print(
-                f"[checkpoint] {len(saved)} GPUs were in use when this was saved, now {here}: "
+                f"[checkpoint] {saved} GPUs were in use when this was saved, now {here}: "
                 "random numbers drawn on GPUs do not go on where they stood."
             )
-        for index, each in enumerate(saved[:here]):
-            torch.cuda.set_rng_state(each, index)
+        _random.restore(state)

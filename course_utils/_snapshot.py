@@ -1,9 +1,10 @@
 """All that a training step changes, kept on the CPU and put back bit by bit."""
 
 import copy
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from course_utils import _random
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ class Snapshot:
         ]
         # A scheduler notes here whether the optimizer has stepped yet.
         self._notes = {name: v for name, v in vars(optimizer).items() if _is_plain(v)}
-        self._random = _random_state()
+        self._random = _random.state()
 
     def without_gradients(self) -> None:
         """What `zero_grad()` does, but for gradients that existed: those stay and count."""
@@ -70,7 +71,7 @@ class Snapshot:
         for name in [n for n, v in vars(self._optimizer).items() if _is_plain(v)]:
             del vars(self._optimizer)[name]
         vars(self._optimizer).update(self._notes)
-        _set_random_state(self._random)
+        _random.restore(self._random)
 
 
 def _copied(value: Any) -> Any:
@@ -100,31 +101,3 @@ def _refill(kept: dict, entries: Mapping[Any, tuple[Any, Any]]) -> None:
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _random_state() -> tuple[Any, ...]:
-    import random
-
-    import torch
-
-    numpy = sys.modules.get("numpy")
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return (
-        torch.get_rng_state(),
-        cuda,
-        None if numpy is None else numpy.random.get_state(),
-        random.getstate(),
-    )
-
-
-def _set_random_state(state: tuple[Any, ...]) -> None:
-    import random
-
-    import torch
-
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state_all(state[1])
-    if state[2] is not None:
-        sys.modules["numpy"].random.set_state(state[2])
-    random.setstate(state[3])
