@@ -23,7 +23,7 @@
 #
 # | | |
 # |---|---|
-# | **Time** | 25 minutes to read, 20 to do |
+# | **Time** | 25 minutes to read, 20 to do; the exercise comes on top |
 # | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); a training step in PyTorch |
 # | **You will** | see what 16 bits can hold · measure speed and memory of three types · lose gradients to underflow, and save them by loss scaling · tell native from emulated bfloat16 · recompute activations in segments · train a head on a backbone that you have pretrained · send gradients between two devices in half the bytes |
 # | **Runs on** | no GPU, or one: this process, and two pinned cores for the last part · two GPUs or more: the last part on the GPUs |
@@ -141,7 +141,7 @@ print(f"Time divided by that of float32, at {size} rows:")
 print(", ".join(f"{way} {times_as_long:.2g}" for way, times_as_long in slowness.items()))
 
 # %% [markdown]
-# Above 1 a type is slower than float32, below 1 it is faster. This is the hardware's decision. A server CPU with instructions for bfloat16 can be several times faster in it and several times slower in float16. A CPU without either can be very much slower in both, because nobody tuned what nobody should use; "by hand" then shows what good emulation costs: float32 and a little for the conversions. On a GPU with tensor cores both 16-bit types are usually far below 1. Nothing of this follows from the size of the model.
+# Above 1 a type is slower than float32, below 1 it is faster. This is the hardware's decision. A server CPU with instructions for bfloat16 can be several times faster in it and several times slower in float16. A CPU without either can be very much slower in both, because nobody tuned what nobody should use; "by hand" then shows what good emulation costs: about the time of float32, because the conversions are cheap beside the product. On a GPU with tensor cores both 16-bit types are usually far below 1. Nothing of this follows from the size of the model.
 #
 # ## A whole training step: autocast
 #
@@ -339,7 +339,7 @@ plots.show(
 )
 
 # %% [markdown]
-# Some gradients are 0 in float32 too, because ink is rare: compare with that column. Down to a weight of 1/100 float16 loses little. At 1/1000 it loses nearly everything at once, more than the figure shows. The figure rounds the gradients of the weights. But the backward pass begins at the output, in float16 too, and there all gradients are small, spread over every number of every picture: the largest has just fallen below 2⁻²⁵. What has become 0 stays 0.
+# Some gradients are 0 in float32 too, because ink is rare: compare with that column. Down to a weight of 1/100 float16 loses a small part. At 1/1000 it loses nearly everything at once, more than the figure shows. The figure rounds the gradients of the weights. But the backward pass begins at the output, in float16 too, and there all gradients are small, spread over every number of every picture: the largest has just fallen below 2⁻²⁵. What has become 0 stays 0.
 #
 # float16 has room to the right that nobody uses. **Loss scaling** moves the gradients there: multiply the loss, and by the chain rule every gradient is multiplied. Divide before the optimizer sees them. The one danger is the other end: if a gradient becomes infinite, skip the step.
 
@@ -398,10 +398,10 @@ def with_grad_scaler(model, optimizer, loss):
     return scaler.get_scale() >= before
 
 
-whole, half = torch.float32, torch.float16
+half = torch.float16
 fixed = {scale: partial(scaled_step, scale=scale) for scale in (1, SCALE, 2.0**40)}
 RUNS = {
-    "float32": (fixed[1], whole),
+    "float32": (fixed[1], torch.float32),
     "bfloat16": (fixed[1], torch.bfloat16),
     "float16": (fixed[1], half),
     "float16, weight 1/100": (fixed[1], half, 0.01),
@@ -477,7 +477,7 @@ smallest = [name for name in TYPES if record["peak_mib"][name] == least]
 print(f"fastest here: {fastest}; least memory: {' and '.join(smallest)}")
 
 # %% [markdown]
-# If the two answers differ, memory has a price in time on your device. The next two ways to save memory have one too, and do not touch the numbers at all.
+# If the two answers differ, memory has a price in time on your device. The next ways to save memory have one too, and leave every number in float32.
 #
 # ## Compute twice, keep less
 #
@@ -557,7 +557,7 @@ for segments in (0, *SEGMENTS):
         backward(segments)
     peak_of[segments] = meter.peak / ONE
 ways = {str(k): partial(backward, k) for k in (0, *SEGMENTS)}
-timings = compare(ways | {"forward": lambda: forward(blocks, x, 0)}, repeat=4)
+timings = compare(ways | {"forward": lambda: forward(blocks, x, 0)}, repeat=7)
 slower = {k: float(timings.ratio(str(k), "0")) for k in SEGMENTS}
 
 print(f"one activation: {memory.size(ONE)}; peaks in activations")
@@ -570,38 +570,25 @@ part = float(timings.ratio("forward", "0"))
 print(f"the forward pass alone takes {part:.2f} of a step, so twice would make {1 + part:.2f}×")
 
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(8.5, 3.6))
 shift = peak_of[best] - (best + LAYERS / best)  # explained below the figure
 fine = np.linspace(1, 16, 100)
-axes[0].plot(SEGMENTS, [peak_of[k] for k in SEGMENTS], label="measured", color=plots.COLOURS[3])
-axes[0].plot(
-    fine, fine + LAYERS / fine + shift, marker="", label=f"k + 16/k + {shift:.1f}", color="black"
-)
-axes[0].axhline(peak_of[0], color="black", linestyle=":", marker="")
-axes[0].text(1, peak_of[0] * 1.02, "without checkpointing", fontsize=9)
-axes[0].set(ylabel="peak (activations of one layer)", ylim=(0, 1.15 * peak_of[0]))
-axes[0].legend(loc="lower right")
-axes[1].plot(SEGMENTS, [slower[k] for k in SEGMENTS], color=plots.COLOURS[3])
-axes[1].axhline(1 + part, color="black", linestyle="--", marker="")
-axes[1].text(1, 1.01 + part, "with the forward pass twice", fontsize=9)
-axes[1].axhline(1, color="black", linestyle=":", marker="")
-axes[1].text(1, 1.01, "without checkpointing", fontsize=9)
-axes[1].set(ylabel="time ÷ without", ylim=(0.9, 1.1 * max(1.5, *slower.values())))
-for ax in axes:
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(SEGMENTS, SEGMENTS)
-    ax.set_xlabel("segments")
-few, many = min(slower.values()), max(slower.values())
-fig.suptitle(
-    f"{best} segments need {peak_of[best] / peak_of[0]:.2f} of the memory; "
-    f"any number takes {few:.2f} to {many:.2f} times the time"
-)
+fig, ax = plt.subplots(figsize=(7, 3.5))
+ax.plot(SEGMENTS, [peak_of[k] for k in SEGMENTS], label="measured", color=plots.COLOURS[3])
+curve = f"k + 16/k + {shift:.1f}"
+ax.plot(fine, fine + LAYERS / fine + shift, marker="", label=curve, color="black")
+ax.axhline(peak_of[0], color="black", linestyle=":", marker="")
+ax.text(1, peak_of[0] * 1.02, "without checkpointing", fontsize=9)
+ax.set_xscale("log", base=2)
+ax.set_xticks(SEGMENTS, SEGMENTS)
+ax.set(xlabel="segments", ylabel="peak (activations of one layer)", ylim=(0, 1.15 * peak_of[0]))
+ax.legend(loc="lower right")
+ax.set_title(f"{best} segments need {peak_of[best] / peak_of[0]:.2f} of the memory")
 plots.show(
     fig,
     name="segments",
-    alt="Two curves against the number of segments. The peak has its minimum, "
+    alt="Peak memory against the number of segments. It has its minimum, "
     f"{peak_of[best]:.1f} activations where {peak_of[0]:.1f} are needed without checkpointing, at "
-    f"{best} segments. The time is {few:.2f} to {many:.2f} times that without checkpointing.",
+    f"{best} segments, and follows k + 16/k plus a constant.",
 )
 
 # %%
@@ -611,7 +598,7 @@ print(f"lowest peak at {best} segments; the square root of {LAYERS} layers is {L
 # %% [markdown]
 # The sum k + n/k is smallest at k = √n. So a chain of n equal layers needs memory like √n instead of n, for one more forward pass ([Chen and others, 2016](https://arxiv.org/abs/1604.06174)). What comes on top is the same for every k: the weights, which happen to take as much as one activation here, and two gradients on their way through a layer. At the two ends nothing is saved: one segment drops everything and then needs everything at once, and 16 segments keep every input.
 #
-# By multiplications alone a step would take 4/3 of the time. But a forward pass is not only multiplications, so the better estimate is the one printed below the table: the share of a forward pass that you measured. How many segments there are matters little, because every layer runs twice in any case. Real layers differ in size: exercise 17 asks you to cut such a network.
+# By multiplications alone a step would take 4/3 of the time; the line below the table makes the estimate from a measured forward pass instead. What the table shows beyond that is what checkpointing itself costs on your device. For the time no number of segments is the best one: every layer runs twice in any case, as you counted. Real layers differ in size: exercise 17 asks you to cut such a network.
 #
 # ### Dropout, twice
 #
@@ -781,7 +768,7 @@ for new in JOBS:
     assert less
 
 # %% [markdown]
-# Certain is the gain in memory, and in time: both follow from what need not be kept and computed. The accuracy depends on the job. For one pair of new digits the head alone keeps up with the best of the others; for the three others it falls clearly behind. Compare also "head only" with its control, and "all, from pretrained" with "all, from scratch": where the ranges overlap, pretraining on this little data has bought nothing. Why one job goes well and the other does not, these cells cannot tell: the digits differ, their number too, and so do the learning rates. So try the head first, because it costs least, and believe it only after a comparison with training everything, on your job, over several draws.
+# Certain is the gain in memory, and in time: both follow from what need not be kept and computed. The accuracy depends on the job. In the run stored here the head alone keeps up with the best of the others for 8 and 9; for 4, 7 and 9 it falls clearly behind. Compare also "head only" with its control, and "all, from pretrained" with "all, from scratch": where the ranges overlap, pretraining on this little data has bought nothing that so few draws could show. Why one job goes well and the other does not, these cells cannot tell: the digits differ, their number too, and so do the learning rates. So try the head first, because it costs least, and believe it only after a comparison with training everything, on your job, over several draws.
 #
 # ## Move activations elsewhere
 #
@@ -937,7 +924,7 @@ else:
 #
 # ## Recap
 #
-# Whether 16 bits are faster is decided by the device, and whether they save memory by the share of the activations: measure both. float16 needs a scale, bfloat16 does not, and which of the two is faster only your device can tell. Recomputing about √n segments buys memory with one more forward pass. A frozen backbone buys it with accuracy on some jobs, and with nothing on others: compare.
+# Whether 16 bits are faster is decided by the device, and whether they save memory by the share of the activations: measure both. Small gradients need a scale in float16 and none in bfloat16;  which of the two is faster only your device can tell. Recomputing about √n segments buys memory with one more forward pass. A frozen backbone buys it with accuracy on some jobs, and with nothing on others: compare.
 #
 # 1. Your float16 run neither diverges nor learns. What do you look at first?
 # 2. A chain has 100 equal layers. How many segments, and how much of the activations' memory is left at the peak?
