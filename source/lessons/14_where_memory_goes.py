@@ -19,7 +19,7 @@
 # %% [markdown]
 # # Where memory goes: predict the bill, then weigh it
 #
-# After this lesson you can say before training how much memory a model will take and for what, weigh it while it trains, and tell which of the many numbers called "memory" you are looking at.
+# After this lesson you can say before training how much memory a model will take and for what, weigh it while it trains, and tell apart the numbers that are called "memory".
 #
 # *This lesson can be read alone. It uses `launch(function, 2)`, which runs a function in two processes with a device each ([lesson 00](00_start_here.ipynb)), and DDP, which gives every process a copy of the model.*
 #
@@ -27,14 +27,13 @@
 # |---|---|
 # | **Time** | 25 minutes to read, 15 to predict and run |
 # | **You should know** | a PyTorch training step: forward, backward, optimizer; ranks and `launch` ([lesson 00](00_start_here.ipynb)) |
-# | **You will** | count bytes by hand · weigh parameters, gradients, optimizer state and activations · find a shape error before training, and see where summaries are wrong · predict a model that does not fit · weigh data parallel training, rank by rank |
-# | **Runs on** | no GPU: tensors are counted, by a meter that gives the same numbers everywhere · a GPU: the same cells ask CUDA's allocator, and the cell on its three numbers measures |
+# | **You will** | weigh parameters, gradients, optimizer state and activations · find a shape error before training, and see where summaries are wrong · predict a model that does not fit · weigh two ranks |
+# | **Runs on** | no GPU: a meter counts tensors · a GPU: the same cells ask CUDA's allocator |
 # | **Last verified** | Python 3.11, PyTorch 2.13.0 |
 
 # %%
 import contextlib
 import io
-import json
 import tempfile
 import weakref
 from pathlib import Path
@@ -64,7 +63,7 @@ assert len(slots(2)) == 2, "one part of this lesson runs on two devices"
 # %% [markdown]
 # ## From scratch: four tensors
 #
-# A tensor is a view: a shape and a type, laid over a **storage**. The storage has the bytes, and it lives as long as any tensor looks at it.
+# A tensor is a view of a **storage**. The storage has the bytes, and lives as long as any tensor looks at it.
 #
 # **Predict.** `a` has 1000 × 1000 numbers of 4 bytes. How many bytes do the four tensors take together?
 
@@ -88,7 +87,7 @@ print("together:", sum(storages.values()), "bytes, in", len(storages), "storages
 # %% [markdown]
 # Two storages, not four. A view costs nothing, as long as its storage is needed anyway.
 #
-# **Predict.** You delete `a` and `b`. Only `c` is left to look at the large storage: ten rows, 1 % of it. How many bytes are freed?
+# **Predict.** You delete `a` and `b`. Only `c` still looks at the large storage, at 1 % of it. How many bytes are freed?
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -99,11 +98,11 @@ c = c.clone()  # a storage of its own
 print("after c.clone(): freed is", large() is None)
 
 # %% [markdown]
-# Nothing was freed until the slice had a storage of its own. You will meet this again at the end.
+# Nothing was freed until the slice had a storage of its own.
 #
 # ## Open the meter
 #
-# PyTorch can ask a **dispatch mode** at every operation. This one looks at the storages of each result, adds the new ones, and has a weak reference to each of them call back when the storage goes. That is a meter, and it is most of what `memory.Budget` does.
+# PyTorch asks a **dispatch mode** at every operation. This one adds the storages that are new, and a weak reference to each calls back when it goes. That is most of what the course's meter, `memory.Budget`, does.
 
 
 # %%
@@ -149,13 +148,13 @@ print("peak, ours and the course's:", ours.peak, budget.peak)
 assert (ours.live, ours.peak) == (budget.live, budget.peak)
 
 # %% [markdown]
-# The same to the byte. `memory.Budget` does three things more: it can be told about tensors that existed before, it sorts storages by **kind**, and it can have a limit. `memory.meter(...)` takes it on a CPU, and on a GPU a meter that asks CUDA's own allocator.
+# The same to the byte. `memory.Budget` also knows tensors that existed before, sorts storages by **kind**, and can have a limit. `memory.meter(...)` takes it on a CPU, and on a GPU a meter that asks CUDA's allocator.
 #
 # ## Round 1: what a model holds
 #
 # Here is a small classifier. It has $784 · 512 + 512 + 512 · 10 + 10$ parameters, of 4 bytes each (float32).
 #
-# **Predict**, by pencil: how many bytes do the parameters take? Their gradients? And Adam keeps, for each parameter, a running mean of the gradient and one of its square: how many bytes is that?
+# **Predict**, by pencil: how many bytes do the parameters take? Their gradients? And Adam's state, which for each parameter has a running mean of the gradient and one of its square?
 
 
 # %%
@@ -183,7 +182,7 @@ for kind, size in weighed.items():
     )
 
 # %% [markdown]
-# Right to the byte, except for the last number: for each of the four parameter tensors Adam also counts its steps, in 4 bytes. So between two steps a model in training with Adam holds four times its parameters, whatever the batch. None of this is there from the start.
+# Right, except for the last number: for each of the four parameter tensors Adam also counts its steps, in 4 bytes. So a model in training with Adam holds four times its parameters, whatever the batch.
 #
 # **Predict.** After which line does the optimizer's state appear: when the optimizer is made, at the first backward, at the first step?
 
@@ -211,7 +210,7 @@ adam.zero_grad()  # sets gradients to None
 weigh("after zero_grad", adam)
 
 # %% [markdown]
-# The state is **lazy**: it appears at the first step. A program that has survived forward and backward once may still have its largest moment before it.
+# The state is **lazy**: a program that has survived forward and backward once may still have its largest moment before it.
 #
 # ## Round 2: what a batch adds
 #
@@ -266,13 +265,13 @@ assert all(between[1][kind] == between[8][kind] for kind in kinds[:3])
 assert between[8]["activations"] == 0  # left after the step
 
 # %% [markdown]
-# Only activations grow with the batch, and after the step none is left. The rest is a fixed price. So two questions decide what fits: how large is the fixed price, and how much does one more sample cost?
+# Only activations grow with the batch, and after the step none is left. The rest is a fixed price.
 #
 # ### Who keeps what?
 #
-# Autograd calls a hook for every tensor that it keeps for backward. Look at the first three layers.
+# Autograd calls a hook for every tensor that it keeps for backward.
 #
-# **Predict.** Convolution, ReLU and pooling each return a new tensor. Which of these three does autograd keep?
+# **Predict.** The first three layers, convolution, ReLU and pooling, each return a new tensor. Which of these does autograd keep?
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -298,7 +297,7 @@ with saved_tensors_hooks(show, lambda tensor: tensor):
         y = layer(y)
 
 # %% [markdown]
-# The convolution needs its input and its weight. ReLU needs its own result: where that is 0, no gradient passes. The pooling needs its input, which is ReLU's result once more, and the places of the winners, in whole numbers of 8 bytes. The convolution's result is needed by nobody, and it is gone. So the outputs of the layers are not what training keeps. Does the meter, which goes by other rules, come to the same sum for the whole model?
+# The convolution needs its input and its weight. ReLU needs its own result. The pooling needs its input, which is ReLU's result once more, and the places of the winners, in whole numbers of 8 bytes. The convolution's result is needed by nobody, and it is gone: what layers return is not what training keeps. Does the meter, which goes by other rules, come to the same sum for the whole model?
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -322,11 +321,9 @@ print(f"kept by autograd, as a share of the meter's activations: {share:.3f}")
 del loss
 
 # %% [markdown]
-# They agree (but for the loss itself, 4 bytes). Exercise 14 makes a tool of these hooks: it finds the layer that keeps the most.
+# They agree (but for the loss itself, 4 bytes).
 #
 # ### Two steps, moment by moment
-#
-# With `record=True` a meter writes down every change.
 #
 # **Predict.** Draw the curve of the first two steps: where does it rise, where does it fall, and is the second step as high as the first?
 
@@ -362,13 +359,13 @@ for name, peak in peaks.items():
 assert peaks["backward 2"] > peaks["backward 1"]
 
 # %% [markdown]
-# In forward, activations climb. In backward they fall layer by layer, while gradients rise; the gradients of activations come and go (*other*, on top of the batch). In the optimizer's step Adam makes its state, and some temporary tensors. The second step climbs on top of that state and is higher: a program may run out of memory in its second step only.
+# In forward, activations climb. In backward they fall, while gradients rise; the gradients of activations come and go (*other*, on top of the batch). In its step Adam makes its state, and some temporary tensors. The second step climbs on top of that state: a program may run out of memory in its second step only.
 #
-# So every step has **two peaks**: one in backward, which grows with the batch, and one in the optimizer, which does not. Which is higher depends on the model. With a small batch and many parameters it is the optimizer's, and more than four times the parameters, because of the temporary tensors.
+# So every step has **two peaks**: one in backward, which grows with the batch, and one in the optimizer, which does not. With a small batch and many parameters the second is higher: four times the parameters, and Adam's temporary tensors.
 #
 # ## Round 3: summaries, and shape errors before training
 #
-# Notes of a bootcamp that this course grew from recommend a summary against shape errors. `torchsummary` lets two random samples run and prints a line for each layer. Here it looks at an **auto-encoder**, which squeezes an image and draws it again. (Its "MB" are MiB.)
+# Notes of a bootcamp that this course grew from recommend `torchsummary` against shape errors. It lets two random samples run and prints a line for each layer. Here it looks at an **auto-encoder**, which squeezes an image and draws it again. (Its "MB" are MiB.)
 
 
 # %%
@@ -387,9 +384,9 @@ def make_autoencoder():
 torchsummary.summary(make_autoencoder(), (3, 80, 80), device=device)
 
 # %% [markdown]
-# The last shape is the first one again, as it must be here. The size at the end is that of input, outputs and parameters: there is no line for gradients, nor for an optimizer. Read shapes from this table, not memory.
+# The last shape is that of the image, as it must be. The total size has no gradients in it, and no optimizer: read shapes from this table, not memory.
 #
-# Now the CNN, with the classic mistake where convolutions end and the first `Linear` begins. Somebody counted as if every 3 × 3 convolution kept the size, and wrote 9 · 9 · 128.
+# Now the CNN, with the classic mistake where the first `Linear` begins. Somebody counted as if every 3 × 3 convolution kept the size, and wrote 9 · 9 · 128.
 #
 # **Predict.** What is the right number, and who will tell you: an error message, or the summary of a part?
 
@@ -427,9 +424,9 @@ print("\n".join(printed(broken[:14], (3, 150, 150))[14:17]))
 #
 # ### Where the summary is wrong
 #
-# `torchsummary` was last released in 2018. It adds up `weight` and `bias` of every layer, each time the layer runs.
+# `torchsummary` is of 2018. It adds up `weight` and `bias` of every layer, each time the layer runs.
 #
-# **Predict.** Here are a layer that is used twice, a parameter that belongs to no layer, and an LSTM. What will it print for each?
+# **Predict.** What will it print for a layer that is used twice, a parameter that belongs to no layer, and an LSTM?
 
 
 # %%
@@ -473,7 +470,7 @@ for name, (model, shape) in cases.items():
 #
 # ## Round 4: tensors are not the process
 #
-# Your system monitor shows another number: the **resident set size** (RSS), the memory that the system has really given to the process. Here a fresh process reads both, at the same moments: while it trains the CNN, and around some tensors of its own.
+# Your system monitor shows another number: the **resident set size** (RSS), the memory that the system has really given to the process. Here a fresh process reads both at the same moments.
 #
 # **Predict.** `torch.empty` makes a tensor of 256 MiB and writes nothing into it. What do the meter and the system say? What do they say after 20 000 small tensors were made and deleted?
 
@@ -523,16 +520,16 @@ assert counted["empty, 256 MiB"] == 256 * MiB and counted["deleted again"] == 0
 #
 # 1. **Code.** Python, PyTorch and their libraries are in the process, and are no tensors.
 # 2. **Promises.** The system gives memory when it is first written, not when it is asked for.
-# 3. **Retention.** A very large block usually goes back to the system as soon as it is deleted. Smaller ones the allocator of the C library may keep for the next request. How much it keeps depends on the system, and on what ran before.
+# 3. **Retention.** A very large block usually goes back to the system as soon as it is deleted. Smaller ones the C library may keep for the next request. How much depends on the system, and on what ran before.
 # 4. **Workspaces.** Kernels take memory for themselves, such as a reordered copy of a weight. No tensor looks at it.
 #
-# So a limit on tensors and a limit on the process are not the same number, and neither follows from the other. The meters of this course count tensors, because that is what your program decides, and what CUDA's allocator counts too.
+# So a limit on tensors and a limit on the process are not the same number, and neither follows from the other. The course's meters count tensors, as CUDA's allocator does.
 #
 # ### On a GPU: allocated, reserved, driver
 #
-# There are three numbers on a GPU, for the same reasons. **Allocated**: tensors, in blocks of 512 bytes. **Reserved**: what PyTorch's caching allocator has taken from the driver and keeps for the next request; never less than allocated. **Driver**: what `nvidia-smi` shows, which adds the CUDA context, libraries, and other processes. "My GPU is full although I deleted everything" is usually a look at the third number, or the second. `memory.release()` collects what Python's garbage collector can find, and gives blocks that are reserved and unused back to the driver.
+# There are three numbers on a GPU, for the same reasons. **Allocated**: tensors, in blocks of 512 bytes. **Reserved**: what PyTorch's caching allocator has taken from the driver and keeps for the next request; never less than allocated. **Driver**: what `nvidia-smi` shows, which adds the CUDA context, libraries, and other processes. "My GPU is full although I deleted everything" is usually a look at the third number, or the second. `memory.release()` gives blocks that are reserved and unused back to the driver.
 #
-# PyTorch can also record who asked for every block, with a stack: the **memory snapshot**. Drop the file on [PyTorch's memory viewer](https://pytorch.org/memory_viz), which uploads nothing, and it draws a timeline like yours, with the line of your program behind every block.
+# PyTorch's **memory snapshot** also records who asked for every block. Drop the file on [PyTorch's memory viewer](https://pytorch.org/memory_viz), which uploads nothing: it draws a timeline, with the line of your program behind every block.
 
 # %%
 if device == "cuda":
@@ -563,7 +560,7 @@ else:
 # %% [markdown]
 # ## Round 5: a model that does not fit
 #
-# `memory.Fake` runs the same steps on tensors that have a shape and no numbers. It costs no memory and little time, and is a **prediction**. Can you trust it? Here are the CNN and an LSTM, for real and predicted.
+# `memory.Fake` runs the same steps on tensors that have a shape and no numbers. That costs no memory, and is a **prediction**. Can you trust it?
 
 
 # %%
@@ -607,11 +604,11 @@ for name, make, shape in [
     assert name != "CNN" or abs(fake / real - 1) < 0.01
 
 # %% [markdown]
-# If the LSTM's two numbers differ on your machine, this is why: PyTorch's LSTM kernel for some CPUs returns a workspace that backward needs, and its fake twin says that this has 0 bytes. A prediction is as good as what the operations say of themselves. It does not see what kernels take for their own use, and it predicts the CPU's kernels, where a GPU may use others. Tensors must be made where they belong, because `.to(...)` of a whole model fails under it.
+# If the LSTM's two numbers differ on your machine, this is why: PyTorch's LSTM kernel for some CPUs returns a workspace that backward needs, and its fake twin says that this has 0 bytes. A prediction is as good as what operations say of themselves. Make the tensors where they belong: `.to(...)` of a whole model fails under it.
 #
-# Now a transformer of the size of today's "small" language models: 32 blocks, 4096 wide. One sample of 2048 tokens, Adam, float32.
+# Now a transformer with about 6.4 billion parameters: 32 blocks, 4096 wide. One sample of 2048 tokens, Adam, float32.
 #
-# **Predict.** It has about 6.4 billion parameters. How many GiB does training need? Does this machine have them?
+# **Predict.** How many GiB does training need? Does this machine have them?
 
 
 # %%
@@ -628,13 +625,13 @@ for kind in [*kinds, "peak in backward", "peak in the optimizer"]:
 
 # %%
 need = max(giant["peak in backward"], giant["peak in the optimizer"])
-for owner in (machine.cpu, *machine.gpus):
-    if owner.total_memory:  # None where it is not known
-        print(f"{owner.name} has {memory.size(owner.total_memory)}; ", end="")
-        print(f"the model needs {need / owner.total_memory:.1f} times that")
+for has in (machine.cpu, *machine.gpus):
+    if has.total_memory:  # None where it is not known
+        print(f"memory of {has.name}: {memory.size(has.total_memory)}, ", end="")
+        print(f"and the model needs {need / has.total_memory:.1f} times that")
 
 # %% [markdown]
-# The model was "trained" for two steps here, in seconds. The four kinds are not all there at once: in backward, activations make room while gradients come. So each peak is just above four times the parameters. Lesson 09 divides such a model among devices, and lesson 17 makes it smaller.
+# The four kinds are not all there at once: in backward, activations make room while gradients come. So each peak is just above four times the parameters. Lesson 09 divides such a model among devices, and lesson 17 makes it smaller.
 #
 # ## Round 6: two devices, twice the price
 #
@@ -706,9 +703,7 @@ for name in ("DDP", "DDP, bucket views"):
 #
 # ## Break it on purpose: two small lists
 #
-# Two programs collect something small at each step. Both lists look harmless.
-#
-# **Predict.** The first keeps one number of each batch of features, the second keeps each output. What does a step leave behind in each?
+# **Predict.** One program keeps one number of each output, another keeps each output. What does a step leave behind in each?
 
 
 # %%
@@ -747,28 +742,12 @@ for collect in (a_corner, a_corner_mended, an_output, an_output_mended):
     print(f"{collect.__name__:18} leaves per step, in MiB: {left_behind(collect)}")
 
 # %% [markdown]
-# One number kept a whole output alive: a slice keeps its storage, and `.clone()` gives it one of its own. An output kept its graph, with all activations of its forward pass. `.detach()` cuts the graph, and what is left per step is the output itself, which this list is for. (The meter still files it under activations, as it was made in a forward pass.) To find such a thing, read the table by kind: between two steps, nothing may grow that you do not keep on purpose. Lesson 15 has more such programs.
+# One number kept a whole output alive: a slice keeps its storage, and `.clone()` gives it one of its own. An output kept its graph, with all activations. `.detach()` cuts the graph, and what is left is the output itself, which this list is for. (The meter still files it under activations, because of how it was made.) Between two steps, nothing may grow that you do not keep on purpose. Lesson 15 has more such programs.
 #
 # ## What a real GPU does differently
 #
-# It has a caching allocator, a context, and memory of its own that can be full while the machine has plenty. It picks other kernels, with other temporaries, rounds each block up to 512 bytes, and lets Adam work on all parameters at once, which takes larger temporaries. The next cell prints how far our meter and CUDA's allocator lie apart, if this has been measured.
-
-# %%
-places = [Path("benchmarks/results/memory.json"), Path("../benchmarks/results/memory.json")]
-file = next((place for place in places if place.exists()), None)
-results = json.loads(file.read_text()) if file else {"rows": []}
-rows = [row for row in results["rows"] if "cuda" in row]
-for row in rows:
-    apart = row["budget"] / row["cuda"] - 1
-    print(
-        f"{row['model']:18} {row['optimizer']:6} {memory.size(row['cuda']):>9}, counted {apart:+.1%}"
-    )
-if rows:
-    print("measured", results["machine"]["date"], "on", results["machine"]["gpus"])
-else:
-    print("the meter against torch.cuda.max_memory_allocated: not measured so far")
-
-# %% [markdown]
+# It has a caching allocator, a context, and memory of its own that can be full while the machine has plenty. It picks other kernels, with other temporaries, rounds each block up to 512 bytes, and lets Adam work on all parameters at once, which takes larger temporaries.
+#
 # ## Then → now
 #
 # | then | now | why |
