@@ -19,19 +19,18 @@
 # %% [markdown]
 # # The largest batch that fits
 #
-# After this lesson you can find the largest batch that fits into your memory in about four trials, tell why most tools need more and leave memory unused, and train on when memory runs out in the middle of an epoch, without losing a sample.
+# After this lesson you can find the largest batch that fits into your memory in at most six trials, tell why most tools need more and leave memory unused, and train on when memory runs out in the middle of an epoch, without losing a sample.
 #
 # | | |
 # |---|---|
 # | **Time** | 20 minutes to read, 25 to do |
 # | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); what a meter counts, by kind ([lesson 14](14_where_memory_goes.ipynb)); why a kept exception keeps tensors ([lesson 15](15_out_of_memory.ipynb)) |
-# | **You will** | mend a well-known cure that leaks · see why one forward is not a probe · predict the largest batch from two small ones · run four tools under the same limit · build a big batch from small ones, exactly · write a step that survives |
+# | **You will** | mend a common cure that leaks · see why one forward is not a probe · predict the largest batch from two small ones · run four tools under the same limit · build a big batch from small ones, exactly · write a step that survives |
 # | **Runs on** | no GPU: a budget of 32 MiB on a core · a GPU: 1 GiB of it · the part on two devices: two pinned cores, or two GPUs |
 # | **Last verified** | Python 3.11, PyTorch 2.13.0, accelerate 1.15.0, Lightning 2.6.6, toma 1.1.0 |
 
 # %%
-import importlib.util
-import itertools
+import importlib
 import json
 import logging
 import statistics
@@ -46,6 +45,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from course_utils import memory, plots
@@ -94,15 +94,22 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(images), labels)
 
 
+def fresh():
+    model = make_model()
+    return model, torch.optim.Adam(model.parameters())
+
+
 def train_step(model, optimizer, batch):
     optimizer.zero_grad()
     loss_fn(model, batch).backward()
     optimizer.step()
 
 
-def fresh():
-    model = make_model()
-    return model, torch.optim.Adam(model.parameters())
+def two_steps(model, optimizer, n):
+    """A trial of batch size n. Why one step is not enough, you will see below."""
+    batch = make_batch(n)
+    for _ in range(2):
+        train_step(model, optimizer, batch)
 
 
 LIMIT = GiB if torch.cuda.is_available() else 32 * MiB
@@ -114,7 +121,7 @@ print("parameters:", memory.size(memory.kinds(make_model())["parameters"]))
 # %% [markdown]
 # ## A cure from 2021, and why it leaks
 #
-# The bootcamp notes have a cure for running out of memory: try the whole batch; when it fails, train on each sample alone. The printed code has a syntax error, so it never ran as printed. Here is its shape in our words:
+# Notes of a bootcamp that this course grew from have a cure for running out of memory: try the whole batch; when it fails, train on each sample alone. The printed code has a syntax error, so it never ran as printed. Here is its shape in our words:
 #
 # ```python
 # try:
@@ -165,7 +172,7 @@ for name, live in {"before the step": before, "inside except": inside, "after it
 # %%
 def retry_inside(model, optimizer, n):
     try:
-        train_step(model, optimizer, make_batch(n))
+        two_steps(model, optimizer, n)
         return n
     except torch.OutOfMemoryError:
         # Every failed try is still held here, by the handlers around this one.
@@ -175,7 +182,7 @@ def retry_inside(model, optimizer, n):
 def retry_outside(model, optimizer, n):
     while True:
         try:
-            train_step(model, optimizer, make_batch(n))
+            two_steps(model, optimizer, n)
             return n
         except torch.OutOfMemoryError:
             pass
@@ -191,26 +198,20 @@ for retry in (retry_inside, retry_outside):
 assert reached["retry_inside"] < reached["retry_outside"]
 
 # %% [markdown]
-# The same limit, the same halving. Whoever retries inside the handler gets a far smaller batch, or none at all. PyTorch's developers [call this expected](https://github.com/pytorch/pytorch/issues/27600): the exception holds on to the frame.
+# The same limit, the same halving. Inside the handlers nothing of a failed try is free, so each try has less to work with than the last. PyTorch's developers [call this expected](https://github.com/pytorch/pytorch/issues/27600): the exception holds on to the frame.
 #
 # ## Halving: how many tries, and how much is left unused
 #
-# How good is what halving finds? For that you need the truth: the largest batch that fits, by **bisection**: try the middle between one that fits and one that does not. It takes a dozen tries and is exact. A try is two whole steps with a fresh model; why two, you will see below.
+# How good is what halving finds? For that you need the truth: the largest batch that fits, by **bisection**: try the middle between one that fits and one that does not. It takes a dozen tries and is exact.
 
 
 # %%
-def two_steps(n):
-    """Raises torch.OutOfMemoryError when training with n samples does not fit."""
-    model, optimizer = fresh()
-    with memory.meter(model, optimizer, limit=LIMIT):
-        batch = make_batch(n)
-        for _ in range(2):
-            train_step(model, optimizer, batch)
-
-
 def fits(n):
+    """Whether a fresh model can be trained with n samples."""
+    model, optimizer = fresh()
     try:
-        two_steps(n)
+        with memory.meter(model, optimizer, limit=LIMIT):
+            two_steps(model, optimizer, n)
     except torch.OutOfMemoryError:
         return False
     return True
@@ -230,9 +231,9 @@ print(f"halving from {START} ends at {reached['retry_outside']}:", end=" ")
 print(f"{reached['retry_outside'] / truth:.0%} of it")
 
 # %% [markdown]
-# Where between 50 % and 100 % halving ends is luck. Shrinking in smaller steps leaves less unused, and takes longer. Both need no model to be judged, only arithmetic.
+# Where between 50 % and 100 % halving ends is luck. Shrinking in smaller steps leaves less unused, and takes longer.
 #
-# **Predict.** Halving from 4096 needs at most 13 tries. How many does shrinking by a tenth need, if the answer is 8?
+# **Predict.** From 4096 down to 8, halving takes 10 tries. How many does shrinking by a tenth take?
 
 
 # %%
@@ -252,7 +253,6 @@ for factor in (0.5, 0.9):
     print(
         f"reaches {min(shares):.0%} to {max(shares):.0%}, {statistics.mean(shares):.0%} on average"
     )
-print("for 8, times 0.9:", shrink(0.9, 4096, 8)[0], "tries")
 
 # %% [markdown]
 # ## One forward is not a probe
@@ -358,15 +358,16 @@ for n, (forward, backward, step) in phases.items():
 
 # %%
 def line_through(a, b, peaks):
-    """Intercept and slope of the line through the points at a and b."""
+    """Intercept and slope of the line through the peaks of batches a and b."""
     slope = (peaks[b] - peaks[a]) / (b - a)
     return peaks[a] - slope * a, slope
 
 
 compute = {n: max(forward, backward) for n, (forward, backward, _) in phases.items()}
 stepping = {n: step for n, (_, _, step) in phases.items()}
-intercept, slope = line_through(SIZES[1], SIZES[2], compute)
-flat, rise = line_through(SIZES[1], SIZES[2], stepping)
+two = SIZES[1], SIZES[2]
+intercept, slope = line_through(*two, compute)
+flat, rise = line_through(*two, stepping)
 predicted = int((LIMIT / MiB - intercept) / slope)
 farthest = max(compute[n] / (intercept + slope * n) - 1 for n in SIZES)
 bend = (flat - intercept) / (slope - rise)  # where the two lines cross
@@ -376,6 +377,8 @@ ax.plot(SIZES, list(compute.values()), ls="none", label="forward and backward")
 ax.plot(SIZES, list(stepping.values()), ls="none", label="optimizer's step")
 ends = [0, predicted]
 ax.plot(ends, [intercept + slope * n for n in ends], marker="", label="line through two points")
+ring = {"ms": 13, "mfc": "none", "mec": "black", "marker": "o", "ls": "none"}
+ax.plot(two, [compute[n] for n in two], **ring, label="these two")
 ax.axhline(LIMIT / MiB, color="black", linestyle="--", marker="")
 ax.text(0, LIMIT / MiB * 1.02, "limit")
 ax.axvline(predicted, color="black", linestyle=":", marker="")
@@ -391,7 +394,7 @@ plots.show(
     alt="Peak memory against batch size. Forward and backward lie on a straight line that rises "
     f"and meets the limit at {predicted} samples; the peak of the optimizer's step is flat.",
 )
-print(f"predicted from {SIZES[1]} and {SIZES[2]} samples: {predicted}; by bisection: {truth}")
+print(f"predicted from {two[0]} and {two[1]} samples: {predicted}; by bisection: {truth}")
 print(f"largest deviation of a point from the line: {farthest:.1%}")
 print(f"per sample: forward and backward {slope:.4f} MiB, optimizer's step {rise:.4f} MiB")
 print(f"the larger of the two peaks bends at about {bend:.0f} samples")
@@ -401,19 +404,16 @@ print(f"the larger of the two peaks bends at about {bend:.0f} samples")
 #
 # ## Build the prober: predict, then verify
 #
-# Two small trials, a line, and a trial at what it promises. If that fails, step back a little.
+# Two small trials, a line for each phase, and a trial of the smallest size that they promise. If that fails, step back a little.
 
 
 # %%
 def by_hand(limit, a=32, b=64):
     """The batch size, and all sizes that were tried."""
-    tried, compute = [], {}
-    for n in (a, b):
-        peaks = peaks_of_two_steps(n, limit)  # raises where not even this fits
-        compute[n] = max(peaks[3:5])
-        tried.append((n, True))
-    intercept, slope = line_through(a, b, compute)
-    size = int((limit - intercept) / slope)
+    peaks = {n: peaks_of_two_steps(n, limit)[3:] for n in (a, b)}  # raises if b does not fit
+    tried = [(a, True), (b, True)]
+    lines = [line_through(a, b, {n: peaks[n][phase] for n in peaks}) for phase in range(3)]
+    size = int(min((limit - intercept) / slope for intercept, slope in lines))
     while True:
         try:
             peaks_of_two_steps(size, limit)
@@ -428,7 +428,7 @@ size, tried = by_hand(LIMIT)
 print(f"found {size} in {len(tried)} trials, {size / truth:.1%} of the largest: {tried}")
 
 # %% [markdown]
-# `find_batch_size` is this, with what practice asks for: the first slope may mislead, so it refines the line; a size is returned only after two whole steps with it; at most six trials; everything that a trial changes is put back; and several ranks agree.
+# `find_batch_size` is this, with what practice asks for. A line from tiny batches may mislead, so it goes there in stages: each new line is laid through the two largest sizes that ran. It takes at most six trials, puts back everything that a trial changes, and lets several ranks agree.
 
 # %%
 model, optimizer = fresh()
@@ -461,70 +461,39 @@ print("optimizer state as before:", len(optimizer.state) == 0)
 
 
 # %%
-class Log:
-    """A trial that tools may call: two steps under the limit, written down."""
-
-    def __init__(self):
-        self.tried = []
-
-    def __call__(self, batch_size):
-        self.tried.append((batch_size, False))
-        two_steps(batch_size)
-        self.tried[-1] = (batch_size, True)
-        return batch_size
-
-
-def with_accelerate():
-    from accelerate.utils import find_executable_batch_size
-
-    log = Log()
-
-    def search():
-        # It wants a function whose first argument is the batch size.
-        return find_executable_batch_size(lambda batch_size: log(batch_size), START)(), log.tried
-
-    return search
-
-
-def with_toma():
-    from toma import simple
-
-    log = Log()
-    return lambda: (simple.batch(log, START), log.tried)
-
-
-def ours():
+def trial(n):
+    """Two steps with a fresh model under the limit. `tried` notes the size and whether it fits."""
+    tried.append([n, False])
     model, optimizer = fresh()
+    with memory.meter(model, optimizer, limit=LIMIT):
+        two_steps(model, optimizer, n)
+    tried[-1][1] = True
+    return n
 
-    def search():
-        found = find_batch_size(model, optimizer, make_batch, loss_fn, limit=LIMIT)
-        return found.batch_size, [(trial.batch_size, trial.fits) for trial in found.trials]
 
-    return search
+def with_accelerate(accelerate):
+    # It wants a function whose first argument is the batch size.
+    return accelerate.utils.find_executable_batch_size(
+        lambda batch_size: trial(batch_size), START
+    )()
+
+
+def with_toma(toma):
+    return toma.simple.batch(trial, START)
+
+
+def ours(_):
+    found = find_batch_size(*fresh(), make_batch, loss_fn, limit=LIMIT)
+    tried.extend([each.batch_size, each.fits] for each in found.trials)
+    return found.batch_size
 
 
 # %% [markdown]
-# Lightning wants a model of its own kind, with a `batch_size` and a loader. The data set here makes a whole batch at a time, so that nothing but the batch counts.
+# Lightning wants a model of its own kind, with a `batch_size` and a loader that depends on it:
 
 
 # %%
-def with_lightning(mode):
-    import pytorch_lightning as pl
-    from pytorch_lightning.tuner import Tuner
-
-    for name in ("pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    tried = []
-
-    class Images(torch.utils.data.Dataset):
-        def __len__(self):
-            return START
-
-        def __getitems__(self, indices):
-            if not tried or tried[-1][0] != len(indices):
-                tried.append((len(indices), False))
-            return make_batch(len(indices))
-
+def with_lightning(pl, mode):
     class Module(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -534,46 +503,49 @@ def with_lightning(mode):
             return torch.optim.Adam(self.parameters())
 
         def train_dataloader(self):
-            return torch.utils.data.DataLoader(Images(), self.batch_size, collate_fn=lambda b: b)
+            rows = range(START)
+            return DataLoader(rows, self.batch_size, collate_fn=lambda rows: make_batch(len(rows)))
 
-        def training_step(self, batch, index):
+        def on_train_start(self):
+            tried.append([self.batch_size, False])
+
+        def training_step(self, batch, _):
             return loss_fn(self.model, batch)
 
-        def on_train_batch_end(self, outputs, batch, index):
-            if index == 2:  # the third step of a trial
-                tried[-1] = (len(batch[0]), True)
+        def on_train_end(self):
+            tried[-1][1] = True  # a trial that runs out of memory does not get here
 
-    def search():
-        module = Module()
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        with tempfile.TemporaryDirectory() as folder, memory.meter(module, limit=LIMIT):
-            place = {"accelerator": my_device().type, "devices": 1, "default_root_dir": folder}
-            trainer = pl.Trainer(**place, **quiet, enable_checkpointing=False, max_epochs=1)
-            return Tuner(trainer).scale_batch_size(module, mode=mode), tried
-
-    return search
+    module = Module()
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    with tempfile.TemporaryDirectory() as folder, memory.meter(module, limit=LIMIT):
+        place = {"accelerator": my_device().type, "devices": 1, "default_root_dir": folder}
+        trainer = pl.Trainer(**place, **dict.fromkeys(quiet, False))
+        return pl.tuner.Tuner(trainer).scale_batch_size(module, mode=mode)
 
 
 # %%
-METHODS = {  # name: the package that it needs, and how to make the search
+METHODS = {  # name: the package that it needs, and the search
     "accelerate": ("accelerate", with_accelerate),
     "toma": ("toma", with_toma),
-    "Lightning, power": ("pytorch_lightning", lambda: with_lightning("power")),
-    "Lightning, binsearch": ("pytorch_lightning", lambda: with_lightning("binsearch")),
+    "Lightning, power": ("pytorch_lightning", lambda pl: with_lightning(pl, "power")),
+    "Lightning, binsearch": ("pytorch_lightning", lambda pl: with_lightning(pl, "binsearch")),
     "find_batch_size": ("course_utils", ours),
 }
+warnings.filterwarnings("ignore", module="pytorch_lightning|lightning_fabric")
+logging.disable(logging.INFO)  # Lightning reports each trial
+
 results = {}
-for name, (package, make) in tqdm(METHODS.items(), desc="searches", file=sys.stdout):
-    if importlib.util.find_spec(package) is None:
+for name, (package, search) in tqdm(METHODS.items(), desc="searches", file=sys.stdout):
+    try:
+        tool = importlib.import_module(package)  # not timed
+    except ModuleNotFoundError:
         continue
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of loaders without workers, and the like
-        search = make()  # imports are not timed
-        start = time.perf_counter()
-        size, tried = search()
-        results[name] = size, tried, time.perf_counter() - start
+    tried, start = [], time.perf_counter()
+    size = search(tool)
+    results[name] = size, tried, time.perf_counter() - start
     memory.release()
 
+print(f"accelerate and toma start from {START}")
 print(f"{'':20}  returned  of the largest  trials  out of memory  tried it  runs  seconds")
 for name, (package, _) in METHODS.items():
     if name not in results:
@@ -581,29 +553,32 @@ for name, (package, _) in METHODS.items():
         continue
     size, tried, seconds = results[name]
     failed = sum(not fitted for _, fitted in tried)
-    known, runs = ("yes" if good else "no" for good in ((size, True) in tried, fits(size)))
+    known, runs = ("yes" if good else "no" for good in ([size, True] in tried, fits(size)))
     print(
         f"{name:20}  {size:8}  {size / truth:14.1%}  {len(tried):6}  {failed:13}"
         f"  {known:>8}  {runs:>4}  {seconds:7.2f}"
     )
+fewer = START // 4
+by_tenths, by_halves = (shrink(factor, fewer, truth)[0] for factor in (0.9, 0.5))
+print(f"trials with a guess of {fewer} instead: accelerate {by_tenths}, toma {by_halves}")
+
 # %%
-fig, ax = plt.subplots(figsize=(7, 4.4))
-for number, (name, (_, tried, _)) in enumerate(results.items()):
-    sizes = [n for n, _ in tried]
-    (line,) = ax.plot(range(1, len(sizes) + 1), sizes, label=name, markersize=9 - number)
-    failed = [trial for trial, (_, fitted) in enumerate(tried) if not fitted]
-    at = [trial + 1 for trial in failed], [sizes[trial] for trial in failed]
-    ax.plot(*at, "x", linestyle="none", color=line.get_color(), markersize=12)
-ax.axhline(truth, color="black", linestyle=":", marker="")
-most = max(len(tried) for _, tried, _ in results.values())
-ax.text(most, truth * 0.6, f"the largest that fits: {truth}", ha="right", fontsize=9)
-ax.set_yscale("log", base=2)
-ax.set(xlabel="trial", ylabel="batch size tried (samples)")
+fig, panels = plt.subplots(1, len(results), sharey=True, figsize=(9, 3.4), squeeze=False)
+for ax, (name, (_, tried, _)) in zip(panels[0], results.items(), strict=True):
+    ax.plot(range(1, len(tried) + 1), [n for n, _ in tried], color="0.7", marker="", lw=1)
+    for fitted, look in ((True, "o"), (False, "x")):
+        points = [(i, n) for i, (n, fits_) in enumerate(tried, 1) if fits_ == fitted]
+        label = "fits" if fitted else "out of memory"
+        ax.plot(*zip(*points, strict=True) if points else ((), ()), look, ls="none", label=label)
+    ax.axhline(truth, color="black", linestyle=":", marker="", label=f"largest that fits: {truth}")
+    ax.set_title(name.replace(", ", "\n") + f"\n{len(tried)} trials", fontsize=10)
+    ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_formatter("{x:.0f}")
+panels[0][0].set_ylabel("batch size tried (samples)")
+fig.supxlabel("trial", fontsize=11)
 fewest = min(results, key=lambda name: len(results[name][1]))
-ax.set_title(f"Fewest trials: {fewest}, {len(results[fewest][1])} of them")
-ax.legend(
-    loc="lower right", title="a large × is a trial out of memory", fontsize=9, title_fontsize=9
-)
+fig.suptitle(f"Fewest trials: {fewest}. (accelerate and toma began at {START})", fontsize=12)
+fig.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 plots.show(
     fig,
     name="trials-of-five-methods",
@@ -615,33 +590,27 @@ plots.show(
 )
 
 # %% [markdown]
-# Halving and doubling return what they began with, times or over a power of two: what they leave unused is luck. accelerate comes close, in many trials, all but the last of them out of memory. Lightning's bisection finds the answer, and then takes 5 % off as a [margin](https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html): so the size that it returns is one that it need not have tried. accelerate and toma call a function and know of no model: whatever a trial changes in yours, you put back.
+# Halving and doubling only know the first size times or over powers of two: what they leave unused is luck. accelerate comes close, in many trials, all but the last of them out of memory; a better guess spares it most of them. Lightning's bisection finds the answer, and then takes 5 % off as a [margin](https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html): so it may return a size that it never tried. accelerate and toma call a function and know of no model: whatever a trial changes in yours, you put back.
 #
 # This is one model. The course's benchmark has eight, at three limits, with two optimizers:
 
-
 # %%
-def reference(name):
-    """A committed result of the course's benchmarks, or None."""
-    for folder in (Path("benchmarks/results"), Path("../benchmarks/results")):
-        if (folder / f"{name}.json").exists():
-            return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def show(result):
-    machine = result["machine"]
-    print(f"measured on {', '.join(machine['gpus']) or machine['cpu']}, {machine['date']}; medians")
+folders = Path("benchmarks/results"), Path("../benchmarks/results")
+files = [folder / "batch_size.json" for folder in folders if (folder / "batch_size.json").exists()]
+if files:
+    result = json.loads(files[0].read_text(encoding="utf-8"))
+    machine, cases = result["machine"], result["summaries"][0]["cases"]
+    kind = ", ".join(machine["gpus"]) or f"no GPU: {machine['cores']} cores of {machine['cpu']}"
+    print(f"measured on {kind}; {machine['date']}; medians over {cases} cases")
     print(f"{'':24}  trials  worst  of the largest  seconds  returned, but does not run")
     for tool in result["summaries"]:
         trials, share, seconds = (tool[key][0] for key in ("trials", "share", "seconds"))
         print(
             f"{tool['method']:24}  {trials:6g}  {tool['worst_trials']:5}  {share:14.1%}"
-            f"  {seconds:7.2f}  {tool['do_not_run']} of {tool['cases']}"
+            f"  {seconds:7.2f}  {tool['do_not_run']} of {tool['came_back']}"
         )
-
-
-peers = reference("batch_size")
-show(peers) if peers else print("not measured")
+else:
+    print("not measured")
 
 # %% [markdown]
 # ## Larger is not always faster
@@ -652,7 +621,7 @@ show(peers) if peers else print("not measured")
 
 # %%
 model, optimizer = fresh()
-curve = throughput(model, optimizer, make_batch, loss_fn, largest=found.batch_size, rounds=3)
+curve = throughput(model, optimizer, make_batch, loss_fn, largest=found.batch_size)
 print(curve)
 plots.show(
     curve.plot(),
@@ -662,7 +631,7 @@ plots.show(
 )
 
 # %% [markdown]
-# A small batch pays for what does not depend on it: calling the operations, and the optimizer's step. A large one spreads these costs over many samples, until the rest is all there is. Look where your curve flattens: beyond that point more samples take memory and buy no speed. Where it still rises at its end, a larger limit would pay. Whether a larger batch also *learns* as well is another question, and needs its own experiment.
+# A small batch pays for what does not depend on it: calling the operations, and the optimizer's step. A large one spreads these costs over many samples, until the rest is all there is. Look where your curve flattens: beyond that point more samples take memory and buy no speed. Where it still rises at its end, a larger limit would pay. Where it falls, suspect two things: other work on your machine (run the cell again), and activations that no longer fit into a core's cache. Whether a larger batch also *learns* as well is another question, and needs its own experiment.
 #
 # ## A big batch from small ones
 #
@@ -673,12 +642,16 @@ plots.show(
 
 # %%
 # NBVAL_CHECK_OUTPUT
-def accumulated(model, parts, weights):
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def accumulated(model, parts, weights, loss_fn=loss_fn):
     """The gradient of the weighted sum of the parts' losses, one backward for each part."""
     model.zero_grad()
     for part, weight in zip(parts, weights, strict=True):
         (loss_fn(model, part) * weight).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradient(model)
 
 
 def split(batch, size):
@@ -694,21 +667,17 @@ batch = images.double(), labels
 whole = accumulated(model, [batch], [1.0])
 
 fours = split(batch, 16)
-print(
-    "4 × 16, each a quarter, below 1e-10:",
-    error(accumulated(model, fours, [1 / 4] * 4), whole) < 1e-10,
-)
-print(
-    "4 × 16, undivided:",
-    round(error(accumulated(model, fours, [1.0] * 4), whole) + 1),
-    "times the gradient",
-)
+quarters = error(accumulated(model, fours, [1 / 4] * 4), whole)
+undivided = accumulated(model, fours, [1.0] * 4)
+print("4 × 16, each a quarter, below 1e-10:", quarters < 1e-10)
+print(f"4 × 16, undivided: {undivided.norm() / whole.norm():.0f} times as long")
+
 ragged = split(batch, 24)
 counts = [len(labels) for _, labels in ragged]
-by_count = accumulated(model, ragged, [n / 64 for n in counts])
-means = accumulated(model, ragged, [1 / 3] * 3)
-print(f"{counts}, by count, below 1e-10:", error(by_count, whole) < 1e-10)
-print(f"{counts}, a third each, below 1e-10:", error(means, whole) < 1e-10)
+by_count = error(accumulated(model, ragged, [n / 64 for n in counts]), whole)
+thirds = error(accumulated(model, ragged, [1 / 3] * 3), whole)
+print(f"{counts}, by count, below 1e-10:", by_count < 1e-10)
+print(f"{counts}, a third each, below 1e-10:", thirds < 1e-10)
 
 # %% [markdown]
 # The samples of the small micro-batch weighed too much. With text it gets worse, because a loss is a mean over *tokens*, and sequences differ in length. Four sequences of different lengths, one in each micro-batch:
@@ -717,26 +686,27 @@ print(f"{counts}, a third each, below 1e-10:", error(means, whole) < 1e-10)
 lengths = [64, 32, 16, 8]
 torch.manual_seed(0)
 language_model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)).double()
-tokens = torch.randint(50, (4, 64))
-targets = torch.randint(50, (4, 64))
+tokens, targets = torch.randint(50, (2, 4, 64))
 for row, length in enumerate(lengths):
     targets[row, length:] = -100  # PyTorch's mark for padding, which no loss counts
+text = tokens, targets
 
 
-def token_gradient(rows, weights):
-    language_model.zero_grad()
-    for row, weight in zip(rows, weights, strict=True):
-        scores = language_model(tokens[row]).flatten(0, 1)
-        (F.cross_entropy(scores, targets[row].flatten(), ignore_index=-100) * weight).backward()
-    return torch.cat([p.grad.flatten() for p in language_model.parameters()])
+def token_loss(model, batch):
+    """The mean over all tokens that count."""
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
-whole = token_gradient([slice(0, 4)], [1.0])
-rows = [slice(i, i + 1) for i in range(4)]
-means = error(token_gradient(rows, [1 / 4] * 4), whole)
-by_count = error(token_gradient(rows, [n / sum(lengths) for n in lengths]), whole)
-print(f"mean of the means: relative error {means:.2f}")
-print(f"weighted by count: relative error {by_count:.1e}")
+whole_text = accumulated(language_model, [text], [1.0], token_loss)
+shares = [n / sum(lengths) for n in lengths]
+means, by_count = (
+    error(accumulated(language_model, split(text, 1), weights, token_loss), whole_text)
+    for weights in ([1 / 4] * 4, shares)
+)
+print(f"images, 24 + 24 + 16, a third each: relative error {thirds:.2f}")
+print(f"text, a quarter each:               relative error {means:.2f}")
+print(f"text, weighed by count:             relative error {by_count:.1e}")
 assert means > 0.5 and by_count < 1e-10
 
 # %% [markdown]
@@ -767,14 +737,16 @@ else:
     raise AssertionError("BatchNorm was not refused")
 
 # %%
-print(f"BatchNorm: relative difference of the gradients {error(parts, whole):.2f}")
+for size in (16, 4, 1):
+    parts = accumulated(model, split(batch, size), [size / 64] * (64 // size))
+    print(f"BatchNorm, micro-batches of {size:2}: relative difference {error(parts, whole):.3f}")
 
 # %% [markdown]
-# That is no mistake of accumulation; it is another model, which may train as well. But nobody should get it by surprise, so `SafeStep`, which you meet next, refuses BatchNorm unless you say `allow_batchnorm=True`.
+# That is no mistake of accumulation: BatchNorm makes it another model, the more so the smaller the micro-batch. It may train as well. But nobody should get it by surprise, so `SafeStep`, which you meet next, refuses BatchNorm unless you say `allow_batchnorm=True`.
 #
 # ## A step that survives
 #
-# Now put the two halves together: what the notes wanted, done right. When memory runs out, the *batch* stays and the micro-batch halves. The attempt is a function of its own, so nothing of a failed one is left when it returns.
+# Now put the two halves together. When memory runs out, the *batch* stays and the micro-batch halves. The attempt is a function of its own, so nothing of a failed one is left when it returns.
 
 
 # %%
@@ -802,13 +774,25 @@ def careful_step(model, optimizer, batch, micro):
 model, optimizer = fresh()
 with memory.meter(model, optimizer, limit=LIMIT) as meter:
     batch = make_batch(truth + truth // 2)
-    micro = careful_step(model, optimizer, batch, len(batch[0]))
+    micro = len(batch[0])
+    for _ in range(2):
+        micro = careful_step(model, optimizer, batch, micro)
 print(f"{len(batch[0])} samples, of which {truth} fit at once: done with micro-batches of {micro}")
 
 # %% [markdown]
-# `SafeStep` adds what a real run needs: random numbers and buffers go back before it tries again (or dropout would draw other masks), losses are weighed by any count, the optimizer's state is allocated before the first step, and ranks decide together.
-#
-# **Predict.** An epoch of eight batches. After the third, another program takes a quarter of the memory. How many samples are lost, how many batches are repeated?
+# `attempt` covers forward and backward only. When memory runs out in `optimizer.step()`, some weights have moved and others have not: that cannot be repeated. So `SafeStep` allocates the optimizer's state before the first attempt. It also puts random numbers and buffers back before it tries again: the step is the one that you would get with the smaller micro-batch from the start. (With dropout that is not the step of the undivided batch, as with BatchNorm: each micro-batch draws its own masks.) And it weighs micro-batches by samples, unless you tell it what your loss is a mean of. Forgetting that raises no error:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for what, count in {"samples": None, "tokens": lambda batch: (batch[1] != -100).sum()}.items():
+    still = torch.optim.SGD(language_model.parameters(), lr=0.0)  # only the gradient matters here
+    step = SafeStep(language_model, still, token_loss, count=count, micro_batch=1)
+    step(text)
+    close = error(gradient(language_model), whole_text) < 1e-10
+    print(f"weighed by {what}: the gradient of the whole text, below 1e-10: {close}")
+
+# %% [markdown]
+# **Predict.** An epoch of eight batches. After the third, something else takes a quarter of the memory (here a tensor that nothing else knows of). How many samples are lost, how many batches are tried again?
 
 
 # %%
@@ -832,18 +816,17 @@ def one_epoch(limit=None, neighbour=0):
 
 undisturbed, want = one_epoch()
 disturbed, got = one_epoch(limit=LIMIT, neighbour=LIMIT // 4)
+print("attempts that ran out of memory:", disturbed.retries)
 
 # %%
 # NBVAL_CHECK_OUTPUT
 for name, epoch in {"undisturbed": undisturbed, "disturbed": disturbed}.items():
     share = epoch.count / undisturbed.count
-    print(
-        f"{name:11}  {epoch.steps} steps, {share:.0%} of the samples, retries: {epoch.retries > 0}"
-    )
+    print(f"{name:11}  {epoch.steps} steps, {share:.0%} of the samples")
 print("the same weights, below 1e-10:", ((got - want).abs().max() < 1e-10).item())
 
 # %% [markdown]
-# The batch that no longer fitted was tried again in smaller parts, and all later ones were split from the start. The weights are those of the run that nobody disturbed. Compare that with the cures in use: restart the whole program with a smaller batch, skip the batch, or train on single samples.
+# The messages show one batch, tried again in smaller and smaller parts until they fit; all later batches were split like that from the start. The weights are those of the run that nobody disturbed. Compare that with the cures in use: restart the whole program with a smaller batch, skip the batch, or train on single samples.
 #
 # ## Two devices, two limits
 #
@@ -862,43 +845,35 @@ def search_together(limits):
 
     torch.manual_seed(7)  # all ranks make the same global batch and take their part of it
     batch = make_batch(world * n)
-    mine = [part.clone() for part in split(batch, n)[rank]]  # a view would keep all of it
+    mine = [part.clone() for part in split(batch, n)[rank]]  # a slice keeps the whole batch
     with memory.meter(model, optimizer, limit=limits[rank]):
         loss_fn(replica, mine).backward()
         optimizer.step()
-    got = torch.cat([p.grad.flatten() for p in model.parameters()])
     want = accumulated(make_model(), [batch], [1.0])  # one device, the whole global batch
-    return n, found.ranks, (got - want).abs().max().item()
+    return n, found.ranks, (gradient(model) - want).abs().max().item()
 
 
 limits = [LIMIT, LIMIT // 2]
 answers = launch(search_together, 2, limits)
-(n, alone, _), (same, _, _) = answers
+(n, own, _), (same, _, _) = answers
 for rank in range(2):
-    print(f"rank {rank}: limit {memory.size(limits[rank])}, alone it would take {alone[rank]}")
+    print(f"rank {rank}: limit {memory.size(limits[rank])}, its own search found {own[rank]}")
 print(f"together: {n} a rank, a global batch of {2 * n}")
 
 # %%
 # NBVAL_CHECK_OUTPUT
 print("both ranks got the same size:", n == same)
-print("it is the smaller of what they found alone:", n == min(alone))
-print("half the memory, less than half the batch:", alone[1] < alone[0] / 2)
+print("it is the smaller of what their searches found:", n == min(own))
+print("half the memory, less than half the batch:", own[1] < own[0] / 2)
 print("gradients equal one device's, below 1e-6:", max(d for *_, d in answers) < 1e-6)
 
 # %% [markdown]
-# Parameters, gradients and optimizer state take the same on both ranks; only what is left is for samples. That is why half the memory gives less than half the batch. (Where shards must differ, `SafeStep` weighs ranks by their counts, as it does with micro-batches.) When you change the number of ranks, the global batch changes with it, and so may the best learning rate.
+# Parameters, gradients and optimizer state take the same on both ranks; only what is left is for samples. That is why half the memory gives less than half the batch. (And rank 0 finds fewer than you found without ranks, because DDP keeps a second copy of the gradients; `gradient_as_bucket_view=True` saves it.) When you change the number of ranks, the global batch changes with it, and so may the best learning rate.
 #
 # ## What a real GPU does differently
 #
-# The budget counts tensors. CUDA's allocator counts the same tensors, but hands out blocks: it rounds sizes up, keeps freed blocks for later, and may be unable to join them, so memory can run out although the sum would fit. Libraries take workspaces that no tensor shows. Each process also needs a context before its first tensor. So on a GPU leave a margin: `find_batch_size(..., headroom=0.05)`. What it found on real GPUs:
-
-# %%
-if peers and peers["machine"]["gpus"]:
-    show(peers)
-else:
-    print("find_batch_size and its peers on a GPU: not measured")
-
-# %% [markdown]
+# The budget counts tensors. CUDA's allocator counts the same tensors, but hands out blocks: it rounds sizes up, keeps freed blocks for later, and may be unable to join them, so memory can run out although the sum would fit. Libraries take workspaces that no tensor shows. Each process also needs a context before its first tensor. So on a GPU leave a margin: `find_batch_size(..., headroom=0.05)`. The table of the five methods says which machine it is from; another one is not measured.
+#
 # ## Then → now
 #
 # | then (2021) | now | why |
@@ -924,7 +899,7 @@ else:
 #
 # 1. 80: the line is 200 + 10 a sample. The peak of the optimizer's step must be below 1000 MiB too, and 80 has to be tried.
 # 2. Adam, or another one with state for each parameter: it makes it in its first step.
-# 3. 100/220, 100/220 and 20/220. A third each would let the last one weigh five times too much.
+# 3. 100/220, 100/220 and 20/220. A third each would let the last one weigh almost four times too much.
 #
 # </details>
 #
