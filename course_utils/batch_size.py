@@ -93,9 +93,12 @@ class BatchSize:
         through = lines(self.trials)
         sizes = sorted({max(1, round(1.05 * last * i / 60)) for i in range(61)} | {last})
         curve = [predict(through, n) / memory.MiB for n in sizes]
-        axes.plot(sizes, curve, "-", marker="", label="prediction")
-        points = [(t.batch_size, t.measured / memory.MiB) for t in good]
-        axes.plot(*zip(*points, strict=True), "o", linestyle="none", label="measured")
+        axes.plot(sizes, curve, "-", marker="", label="prediction of the highest peak")
+        ran = [t.batch_size for t in good]
+        compute = [max(t.phases["forward"], t.phases["backward"]) / memory.MiB for t in good]
+        axes.plot(ran, compute, "o", linestyle="none", label="measured: forward, backward")
+        step = [t.phases["step"] / memory.MiB for t in good]
+        axes.plot(ran, step, "s", linestyle="none", label="measured: optimizer's step")
         if bad:
             at = [t.batch_size for t in bad]
             limit = self.limit * (1 - self.headroom) / memory.MiB

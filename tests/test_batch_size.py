@@ -316,7 +316,8 @@ def test_the_answer_reads_as_a_table_and_plots():
     assert "the limit you gave" in text
     figure = found.plot()
     labels = [line.get_label() for line in figure.axes[0].lines]
-    assert labels == ["prediction", "measured", "out of memory", "limit"]
+    phases = ["measured: forward, backward", "measured: optimizer's step"]
+    assert labels == ["prediction of the highest peak", *phases, "out of memory", "limit"]
     plots._checked_title(figure), plots._check_axes(figure)
     assert found.predict(found.batch_size) == found.peak
 
