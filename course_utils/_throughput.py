@@ -64,10 +64,13 @@ class Throughput:
         axes.plot(sizes, [self.rate(n) for n in sizes], "o-", label="median")
         axes.fill_between(sizes, slow, fast, alpha=0.25, label="middle half of the runs")
         chosen = self.smallest
-        axes.plot([chosen], [self.rate(chosen)], "D", ls="none", ms=10, label=f"smallest: {chosen}")
+        near = f"smallest within {1 - NEAR:.0%} of the best"
+        axes.plot([chosen], [self.rate(chosen)], "D", ls="none", ms=10, label=near)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set(xlabel="batch size (samples)", ylabel="samples a second", ylim=(0, None))
-        axes.set_title(f"{chosen} samples are within {1 - NEAR:.0%} of the best rate")
+        end = "are the fastest" if chosen == self.best else f"are nearly as fast as {self.best}"
+        axes.set_title(f"{chosen} samples {end}")
         axes.legend()
         return figure
 
