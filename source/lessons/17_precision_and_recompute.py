@@ -37,7 +37,6 @@ import json
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -264,7 +263,7 @@ for case in CASES:
         print(f"    {case:14}{name:10}{faster}, and {less} memory, than float32")
 
 # %% [markdown]
-# Do not be surprised if the left panel disagrees with the products before: a layer may go through another kernel than a bare product, and a step is more than products. Measure the step that you will run.
+# The left panel need not agree with the products before: a step is more than products. Measure the step that you will run.
 #
 # Now the right panel. Neither network has half the peak. Where activations dominate, autocast saves a good part of it: the activations take half, but the input and the weights stay in float32. Where weights dominate it saves nothing, or takes a little *more*: weights and gradients stay in float32, and 16-bit copies of the weights come on top. (Only a little, because the backward pass frees the copies of the layers that it is done with while the gradients come in.) So the size of the model decides neither part of the claim. In time it is the instructions of the device; in memory it is the share of the activations, which grows with the batch.
 #
@@ -793,7 +792,7 @@ print(f"{len(kept)} tensors, {sum(kept.values()) / ONE:g} activations: the input
 del output
 
 # %% [markdown]
-# To move them, put the forward pass under `with torch.autograd.graph.save_on_cpu(pin_memory=True):`. On a GPU the peak then falls, and the time rises by what the link between GPU and computer takes. On a CPU there is nowhere to go, so it is not run here. What you have seen is the mechanism, and the bytes.
+# To move them, put the forward pass under `with torch.autograd.graph.save_on_cpu(pin_memory=True):`. On a GPU the peak then falls, and the time rises by what the link between GPU and computer takes. On a CPU there is nowhere to go, so it is not run here.
 #
 # ## Two devices: gradients in half the bytes
 #
@@ -896,19 +895,6 @@ print(
 # - **Memory.** The allocator rounds and keeps what was freed; the peak of the tensors is what this lesson compares.
 # - **Offload** moves real bytes over a real link; `pin_memory=True` lets it overlap with computing.
 #
-# Reference results, if the authors have measured them:
-
-# %%
-path = Path(plots.__file__).parents[1] / "benchmarks" / "results" / "precision.json"
-if path.exists():
-    reference = json.loads(path.read_text())
-    print(", ".join(reference["machine"]["gpus"]), reference["machine"]["date"])
-    for row in reference["rows"]:
-        print("   ", ", ".join(f"{key} {value}" for key, value in row.items()))
-else:
-    print("not measured")
-
-# %% [markdown]
 # ## Then → now
 #
 # | then | now | why |
