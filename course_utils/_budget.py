@@ -1,27 +1,28 @@
 """A memory limit for a device that has none: bytes of tensors, counted at every operation.
 
-PyTorch asks a *dispatch mode* before each operation. Ours lets the operation run, looks at the
-storages of what came out, and counts those that are new; a weak reference to each storage says
-when it is freed. Source of the idea: PyTorch's own tests of its memory tracker
-(torch/distributed/_tools/mem_tracker.py), which counts the same way.
+How it counts is told in :mod:`course_utils._ledger`; here is what it is told of modules and
+optimizers, so that it knows what is whose.
 """
 
 import threading
 import weakref
-from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from course_utils._bytes import flat, size, storages, tensors_in
+from course_utils._bytes import flat, size, tensors_in
+from course_utils._ledger import (
+    GRADIENTS,
+    KINDS,
+    OTHER,
+    PARAMETERS,
+    STATE,
+    Ledger,
+    accounting,
+)
 
 if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
-
-PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
-ACTIVATIONS, OTHER = "activations", "other"
-KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, OTHER)
 
 
 class Budget:
@@ -60,20 +61,13 @@ class Budget:
         first = next(tensors_in(tracked), None)
         default = "cpu" if first is None else first.device
         self.device = torch.device(default if device is None else device)
-        self._limit = None if limit is None else int(limit)
-        self._lock = threading.RLock()  # storages are freed by any thread, even while we count
-        self._storages: dict[int, tuple[weakref.ref, list]] = {}  # -> [bytes, kind]
-        self._live = self._peak = 0
-        self._now = dict.fromkeys(KINDS, 0)
-        self._at_peak = dict(self._now)
-        self._changes: list[tuple[int, ...]] | None = [] if record else None
+        self._ledger = Ledger(self.device.type, None if limit is None else int(limit), record)
         self._marks: list[tuple[int, str]] = []
         # Weak references throughout: a meter that keeps a model alive would measure itself.
         self._tracked: list[weakref.ref] = []
         self._parameters: list[weakref.ref] = []
         self._hooks: list[Any] = []
-        self._stepping = False
-        self._resizes = False  # whether anybody resizes storages behind the operations
+        self._lock = threading.Lock()
         self._inside: list[tuple[int, ExitStack]] = []  # of which thread
         self.track(*tracked)
 
@@ -82,23 +76,22 @@ class Budget:
     @property
     def live(self) -> int:
         """Bytes of all tensors alive now."""
-        self._reread()
-        return self._live
+        self._ledger.reread()
+        return self._ledger.live
 
     @property
     def peak(self) -> int:
         """The most bytes alive at once since the last :meth:`reset`."""
-        return self._peak
+        return self._ledger.peak
 
     @property
     def limit(self) -> int | None:
         """Bytes; None when there is no limit."""
-        return self._limit
+        return self._ledger.limit
 
     def reset(self) -> None:
         """Forget the peak: from now on it is the most since this moment."""
-        self._reread()
-        self._peak, self._at_peak = self._live, dict(self._now)
+        self._ledger.reset()
 
     # ------------------------------------------------------------ what it knows beside
 
@@ -106,13 +99,18 @@ class Budget:
         """Bytes alive now: parameters (with buffers), gradients, optimizer state, activations
         (results of the forward pass that backward may need), other (batches, temporaries)."""
         self._name_gradients()
-        self._reread()
-        return dict(self._now)
+        self._ledger.reread()
+        return dict(self._ledger.now)
 
     def peak_by_kind(self) -> dict[str, int]:
         """The same at the moment of the peak. While an optimizer steps, what it allocates
         counts as its state."""
-        return dict(self._at_peak)
+        return dict(self._ledger.at_peak)
+
+    @property
+    def changes(self) -> list[tuple[int, ...]]:
+        """The bytes of each kind after every change, with ``record=True``; else empty."""
+        return self._ledger.changes or []
 
     def track(self, *things: Any) -> None:
         """Count modules, optimizers and tensors that were made outside, and know their kind.
@@ -135,8 +133,7 @@ class Budget:
 
     def mark(self, label: str) -> None:
         """Write `label` at this moment into the figure."""
-        if self._changes is not None:
-            self._marks.append((len(self._changes), label))
+        self._marks.append((len(self.changes), label))
 
     def __enter__(self):
         stack = ExitStack()
@@ -152,7 +149,7 @@ class Budget:
         return self
 
     def _enter(self, stack: ExitStack) -> None:
-        stack.enter_context(_mode_class()(self))
+        stack.enter_context(accounting()(self._ledger))
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
@@ -164,7 +161,7 @@ class Budget:
                     self._hooks.pop().remove()
         stack.close()
 
-    # ------------------------------------------------------------ counting
+    # ------------------------------------------------------------ what is whose
 
     def _follow(self, every: list[Any]) -> None:
         """Count what exists, and let modules and optimizers tell us what is whose."""
@@ -175,103 +172,36 @@ class Budget:
         parameters = [t for each in modules for t in (*each.parameters(), *each.buffers())]
         groups = [group for each in optimizers for group in each.param_groups]
         parameters += [parameter for group in groups for parameter in group["params"]]
-        self._resizes |= any("FSDP" in type(m).__name__ for each in modules for m in each.modules())
-        self._count(parameters, PARAMETERS, again=True)
+        names = [type(inner).__name__ for each in modules for inner in each.modules()]
+        self._ledger.resizes |= any("FSDP" in name for name in names)
+        self._ledger.count(parameters, PARAMETERS, again=True)
         self._parameters += [weakref.ref(parameter) for parameter in parameters]
         self._name_gradients()
         for each in optimizers:
-            self._count(tensors_in(each), STATE, again=True)
+            self._ledger.count(tensors_in(each), STATE, again=True)
             self._hooks.append(each.register_step_pre_hook(self._step_begins))
             self._hooks.append(each.register_step_post_hook(self._step_ends))
         for parameter in {id(p): p for p in parameters if p.requires_grad}.values():
             hook = parameter.register_post_accumulate_grad_hook(self._gradient_made)
             self._hooks.append(hook)
-        self._count(tensors_in(every), OTHER)
+        self._ledger.count(tensors_in(every), OTHER)
 
     def _gradient_made(self, parameter: "torch.Tensor") -> None:
         if parameter.grad is not None:
-            self._count([parameter.grad], GRADIENTS, again=True)
+            self._ledger.count([parameter.grad], GRADIENTS, again=True)
 
     def _name_gradients(self) -> None:
         """DDP may put its own storage under a gradient, after the hook."""
         alive = [p for ref in self._parameters if (p := ref()) is not None]
-        self._count([p.grad for p in alive if p.grad is not None], GRADIENTS, again=True)
+        self._ledger.count([p.grad for p in alive if p.grad is not None], GRADIENTS, again=True)
 
     def _step_begins(self, optimizer: Any, *_: object) -> None:
         self._name_gradients()
-        self._stepping = True
+        self._ledger.stepping = True
 
     def _step_ends(self, optimizer: Any, *_: object) -> None:
-        self._stepping = False
-        self._count(tensors_in(optimizer), STATE, again=True)
-
-    def _count(self, tensors: Iterable["torch.Tensor"], kind: str, again: bool = False) -> None:
-        """Count the storages not yet known as `kind`; with `again`, also rename known ones."""
-        new: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        with self._lock:
-            for tensor in tensors:
-                if tensor.device.type != self.device.type:
-                    continue
-                for storage in storages(tensor):
-                    key, nbytes = storage._cdata, storage.nbytes()
-                    if key not in self._storages:
-                        new[key] = storage, nbytes
-                        continue
-                    entry = self._storages[key][1]
-                    self._resizes = self._resizes or nbytes != entry[0]
-                    if nbytes != entry[0] or (again and kind != entry[1]):
-                        self._change(entry, nbytes, kind if again else entry[1])
-            asked = sum(nbytes for _, nbytes in new.values())
-            if asked and self._limit is not None and self._live + asked > self._limit:
-                self._reread()
-                if self._live + asked > self._limit:
-                    self._stepping = False  # an optimizer that fails here never tells its end
-                    raise self._out_of_memory(asked)
-            for key, (storage, nbytes) in new.items():
-                entry = [0, kind]
-                gone = weakref.ref(storage, lambda _, key=key: self._forget(key))
-                self._storages[key] = gone, entry
-                self._change(entry, nbytes, kind)
-
-    def _change(self, entry: list, nbytes: int, kind: str) -> None:
-        self._now[entry[1]] -= entry[0]
-        self._now[kind] += nbytes
-        self._live += nbytes - entry[0]
-        entry[:] = nbytes, kind
-        if self._live > self._peak and self._resizes:
-            self._reread()
-        if self._live > self._peak:
-            self._peak, self._at_peak = self._live, dict(self._now)
-        if self._changes is not None:
-            self._changes.append(tuple(self._now.values()))
-
-    def _forget(self, key: int) -> None:
-        with self._lock:
-            _, entry = self._storages.pop(key)
-            self._change(entry, 0, entry[1])
-
-    def _reread(self) -> None:
-        """Look at all sizes again: sharded training resizes storages behind every operation."""
-        with self._lock:
-            for gone, entry in list(self._storages.values()):
-                storage = gone()
-                if storage is not None and storage.nbytes() != entry[0]:
-                    nbytes = storage.nbytes()
-                    self._now[entry[1]] += nbytes - entry[0]
-                    self._live += nbytes - entry[0]
-                    entry[0] = nbytes
-                    self._resizes = True
-
-    def _out_of_memory(self, asked: int) -> Exception:
-        import torch
-
-        where = ", ".join(f"{kind} {size(n)}" for kind, n in self._now.items() if n)
-        # The end is what accelerate, Lightning and toma look for in an error on the CPU.
-        return torch.OutOfMemoryError(
-            f"Budget out of memory. Tried to allocate {size(asked)}; {size(self._live)} of "
-            f"{size(self._limit or 0)} are in use ({where or 'nothing'}). The budget stands in "
-            "for the allocator's own: DefaultCPUAllocator: can't allocate memory"
-        )
+        self._ledger.stepping = False
+        self._ledger.count(tensors_in(optimizer), STATE, again=True)
 
     # ------------------------------------------------------------ what people see
 
@@ -298,54 +228,6 @@ class Budget:
         """
         from course_utils._timeline import timeline
 
-        if not self._changes:
+        if not self.changes:
             raise ValueError("nothing recorded: make the meter with record=True, use it in `with`")
-        return timeline(KINDS, self._changes, self._marks, self.limit)
-
-
-@cache
-def _mode_class() -> type:
-    """The dispatch mode's class; made on first use, because it needs torch."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Accounting(TorchDispatchMode):
-        def __init__(self, budget: Budget) -> None:
-            super().__init__()
-            self.budget = budget
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            # A wrapper (a DTensor, say) comes back here as operations on what it holds.
-            if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-                return NotImplemented
-            kwargs = kwargs or {}
-            inputs = _tensors(torch, (*args, *kwargs.values()))
-            self.budget._count(inputs, OTHER)
-            kind = OTHER
-            if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
-                kind = ACTIVATIONS
-            elif self.budget._stepping:
-                kind = STATE
-            del inputs
-            results = func(*args, **kwargs)
-            found = _tensors(torch, (results,))
-            try:
-                self.budget._count(found, kind)
-            except torch.OutOfMemoryError as error:
-                # The frames of a traceback keep what they hold, so they must not hold the result.
-                del found, results, args, kwargs
-                raise error.with_traceback(None) from None
-            return results
-
-    return Accounting
-
-
-def _tensors(torch: Any, values: Iterable[Any]) -> "list[torch.Tensor]":
-    """Tensors among an operation's arguments or results: they nest in lists, one deep."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [each for each in value if isinstance(each, torch.Tensor)]
-    return found
+        return timeline(KINDS, self.changes, self._marks, self.limit)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from course_utils import memory
+from course_utils._bytes import tensors_in
 from course_utils._snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class _Notes:
 
     def closed(self, limit: int, predicted: int | None) -> Trial:
         # Parameters, gradients and state come first among the kinds of a change.
-        counted = [(sum(change), sum(change[:3])) for change in self.meter._changes]
+        counted = [(sum(change), sum(change[:3])) for change in self.meter.changes]
         before = [(0, 0), *counted]
         ups = [now for last, now in zip(before, counted, strict=False) if now[0] > last[0]]
         # What an allocator holds beyond the tensors (rounding, workspaces); 0 in a budget.
@@ -161,8 +162,6 @@ def _asked(message: str) -> int | None:
 
 
 def _samples(batch: Any, asked: int) -> int:
-    from course_utils._budget import tensors_in
-
     first = next((t for t in tensors_in(batch) if t.dim()), None)
     given = asked if first is None else len(first)
     if given > asked or given == 0:

@@ -16,13 +16,11 @@ import re
 import sys
 from contextlib import ExitStack
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from course_utils._budget import GRADIENTS, PARAMETERS, STATE, Budget
+from course_utils._budget import Budget
 from course_utils._bytes import size, storages, tensors_in
-
-if TYPE_CHECKING:
-    pass
+from course_utils._ledger import GRADIENTS, PARAMETERS, STATE
 
 __all__ = ["Budget", "Cuda", "Fake", "GiB", "KiB", "Meter", "MiB"]
 __all__ += ["is_oom", "kinds", "meter", "release", "size"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 
 import pytest
@@ -359,24 +360,32 @@ def sharded_steps():
         meter.reset()
         model(x)
         peaks = first, meter.peak
+
+    def look():
+        """Counted and true; gloo's own thread lets go of a buffer a little after its work."""
+        until = time.monotonic() + 10
+        while (pair := (meter.live, truth() - before))[0] != pair[1] and time.monotonic() < until:
+            time.sleep(0.01)
+        return pair
+
     rows = []
     with memory.meter(model, optimizer, x) as meter:
         for _ in range(2):
             loss = model(x).sum()
-            rows.append((gc.collect() and 0 or meter.live, truth() - before))
+            rows.append(look())
             loss.backward()
-            rows.append((gc.collect() and 0 or meter.live, truth() - before))
+            rows.append(look())
             optimizer.step()
             optimizer.zero_grad()
             del loss
-            rows.append((gc.collect() and 0 or meter.live, truth() - before))
+            rows.append(look())
     return rows, peaks
 
 
 def test_sharded_storages_are_resized_behind_the_dispatcher_and_still_right():
     for rows, (first, second) in launch(sharded_steps, 2):
         for counted, true in rows:
-            assert counted == pytest.approx(true, abs=64)
+            assert counted == true
         assert first == pytest.approx(second, rel=0.01)
 
 
