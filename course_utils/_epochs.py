@@ -6,9 +6,11 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 from course_utils import memory
+from course_utils._agree import agree, gather
 from course_utils._safety import (
     Attempt,
     Batch,
@@ -96,43 +98,49 @@ def evaluate(
     Raises:
         torch.OutOfMemoryError: a single sample does not fit.
         ValueError: nothing in `loader` counts.
+        RuntimeError: with DistributedDataParallel, what failed on another rank.
     """
     import torch
-    import torch.distributed as dist
-    from tqdm import tqdm
 
     ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     module = model.module if ddp else model
+    group = model.process_group if ddp else None
     modes = [(each, each.training) for each in module.modules()]
-    shards: list = [{}]
     module.eval()
     try:
-        for batch in tqdm(loader, disable=not progress, file=sys.stdout):
-            at_once = min(batch_size or samples(batch), samples(batch))
-            while isinstance(found := _sums(module, batch, fn, count or samples, at_once), str):
-                memory.release()
-                failed = Attempt(size=at_once, oom=found)
-                if at_once <= 1:
-                    raise does_not_fit(failed, in_use(module))
-                at_once = batch_size = halved(failed)
-            shards[0] = _added(shards[0], found)
+        work = partial(_shard, module, loader, fn, batch_size, count or samples, progress)
+        shards = gather(agree(work, group), group) if ddp else [work()]
     finally:
         for each, mode in modes:
             each.training = mode
-    if ddp:
-        shards *= dist.get_world_size(model.process_group)
-        dist.all_gather_object(shards, shards[0], group=model.process_group)
-    sums: dict = {}
-    for shard in shards:
-        sums = _added(sums, shard)
+    sums = reduce(_added, shards)
     if not (total := sums.pop(None, 0)):
         raise ValueError("nothing to evaluate: the loader is empty, or nothing in it counts")
     means = {name: value / total for name, value in sums.items()}
     return means.get("", means)
 
 
+def _shard(
+    module: Any, loader: Iterable, fn: Callable, size: int | None, count: Callable, progress: bool
+) -> dict:
+    """`fn` times count, summed over this rank's loader, and under None the count."""
+    from tqdm import tqdm
+
+    shard: dict = {}
+    for batch in tqdm(loader, disable=not progress, file=sys.stdout):
+        at_once = min(size or samples(batch), samples(batch))
+        while isinstance(found := _sums(module, batch, fn, count, at_once), str):
+            memory.release()
+            failed = Attempt(size=at_once, oom=found)
+            if at_once <= 1:
+                raise does_not_fit(failed, in_use(module))
+            at_once = size = halved(failed)
+        shard = _added(shard, found)
+    return shard
+
+
 def _sums(module: Any, batch: Batch, fn: Callable, count: Callable, at_once: int) -> dict | str:
-    """`fn` times count, summed over a batch, and under None the count; or why it ran out."""
+    """The same for one batch; or why it ran out of memory."""
     import torch
 
     sums: dict = {}

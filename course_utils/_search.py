@@ -8,13 +8,10 @@ where the activations take over. Two small trials give all lines.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from course_utils import memory
+from course_utils._agree import agree, gather, world_size
 from course_utils._probe import Job, Trial
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 MOST_TRIALS = 6
 # When to stop: this share of the predicted maximum is near enough; or, once a trial has failed,
@@ -149,17 +146,14 @@ def search_on_all_ranks(job: Job, most: int | float) -> tuple[tuple[int, ...], l
     """
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if world_size() == 1:
         return ((), *search(job, most))
     group = dist.new_group(backend="gloo")
     try:
-        trials, stopped = _agree(group, lambda: search(job, most, MOST_TRIALS - 1))
-        found = [None] * dist.get_world_size()
-        mine = max(t.batch_size for t in trials if t.fits)
-        dist.all_gather_object(found, mine, group=group)
+        trials, stopped = agree(lambda: search(job, most, MOST_TRIALS - 1), group)
+        found = gather(max(t.batch_size for t in trials if t.fits), group)
         least = min(found)
-        dist.barrier(group)
-        trials.append(_agree(group, lambda: _joint(job, least, predict(lines(trials), least))))
+        trials.append(agree(lambda: _joint(job, least, predict(lines(trials), least)), group))
         return tuple(found), trials, stopped
     finally:
         dist.destroy_process_group(group)
@@ -173,26 +167,6 @@ def _joint(job: Job, size: int, predicted: int) -> Trial:
             f"Pass each rank its own limit=..., or some headroom. {_breakdown(trial)}"
         )
     return trial
-
-
-def _agree(group: "dist.ProcessGroup", work):
-    """`work()`, unless it fails on any rank: then all ranks raise, and none waits for ever."""
-    import torch.distributed as dist
-
-    problem = result = None
-    try:
-        result = work()
-    except Exception as error:
-        problem = error
-    texts = [""] * dist.get_world_size()
-    said = f"{type(problem).__name__}: {problem}" if problem else ""
-    dist.all_gather_object(texts, said, group=group)
-    if problem is not None:
-        raise problem
-    for rank, text in enumerate(texts):
-        if text:
-            raise RuntimeError(f"no batch size, because of rank {rank}: {text}")
-    return result
 
 
 def _breakdown(trial: Trial) -> str:

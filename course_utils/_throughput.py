@@ -1,13 +1,13 @@
 """Training speed by batch size: the largest batch that fits is seldom needed for full speed."""
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from course_utils._snapshot import Snapshot
-from course_utils.timing import Timing
+from course_utils.timing import Timing, measure
 
 if TYPE_CHECKING:
     import torch
@@ -99,29 +99,23 @@ def throughput(
 
     sizes = _sizes(sizes, largest)
     before = Snapshot(model, optimizer)
-    seconds: dict[int, list[float]] = {n: [] for n in sizes}
+    runs: dict[int, tuple[float, ...]] = dict.fromkeys(sizes, ())
     turns = [n for i in range(rounds + 1) for n in (sizes if i % 2 == 0 else reversed(sizes))]
+
+    def step(batch: Any) -> None:
+        loss_fn(model, batch).backward()
+        optimizer.step()
+
     try:
         model.train()
         for turn, n in enumerate(tqdm(turns, desc="steps", file=sys.stdout)):
             before.without_gradients()
-            took = _seconds_of_a_step(model, optimizer, make_batch(n), loss_fn)
+            took = measure(partial(step, make_batch(n)), repeat=1, warmup=0)
             if turn >= len(sizes):  # the first round warms up
-                seconds[n].append(took)
+                runs[n] += took.runs
     finally:
         before.restore()
-    return Throughput(
-        {n: Timing(tuple(runs)) for n, runs in seconds.items()}, largest or max(sizes)
-    )
-
-
-def _seconds_of_a_step(model, optimizer, batch, loss_fn) -> float:
-    _wait_for_gpu()
-    start = time.perf_counter()
-    loss_fn(model, batch).backward()
-    optimizer.step()
-    _wait_for_gpu()
-    return time.perf_counter() - start
+    return Throughput({n: Timing(each) for n, each in runs.items()}, largest or max(sizes))
 
 
 def _sizes(sizes: Iterable[int] | None, largest: int | None) -> list[int]:
@@ -133,10 +127,3 @@ def _sizes(sizes: Iterable[int] | None, largest: int | None) -> list[int]:
     if not chosen or chosen[0] < 1:
         raise ValueError(f"sizes are numbers of samples, at least one of them, not {chosen}")
     return chosen
-
-
-def _wait_for_gpu() -> None:
-    import torch
-
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()

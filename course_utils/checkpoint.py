@@ -27,16 +27,18 @@ import operator
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from course_utils import _saved
-from course_utils._agree import agree, gather, rank, world_size
+from course_utils import _agree, _saved
+from course_utils._agree import gather, rank, world_size
 from course_utils._saved import CheckpointError, read
 
 __all__ = ["Checkpoint", "CheckpointError", "Position", "batches", "read"]
 
 _NAME = re.compile(r"save-(\d{6,})\.pt")
+agree = partial(_agree.agree, elsewhere=CheckpointError)  # all ranks raise, or none
 
 
 class Position(NamedTuple):

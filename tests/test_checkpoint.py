@@ -118,7 +118,8 @@ class KilledAtLine:
 
     def trace(self, frame, event, _):
         code = frame.f_code
-        if Path(code.co_filename).name not in ("checkpoint.py", "_saved.py", "_agree.py", "_random.py"):
+        files = ("checkpoint.py", "_saved.py", "_agree.py", "_random.py")
+        if Path(code.co_filename).name not in files:
             return None
         if code.co_name in ("plain", "<genexpr>", "<listcomp>", "<dictcomp>"):
             return None  # thousands of lines, and nothing of them touches the disk
