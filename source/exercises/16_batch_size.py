@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 16, The largest batch that fits](../notebooks/16_batch_size.ipynb) |
 # | **Runs on** | every machine: the first task's device and the third one's memory are made up |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold, and why another one does not.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("16-search")` is a nudge, `hint("16-search", level=2)` the way, `level=3` nearly the code. A check that never ends is a loop in your code: stop it with the notebook's stop button.
 
@@ -44,11 +44,13 @@ from course_utils.grading import check, hint
 # - `trial(batch)` runs a step with so many samples. It returns two peaks in MiB: the peak of forward and backward, and the peak of the optimizer's step. When one of them is above the limit, it raises `torch.OutOfMemoryError`, and you learn no peak.
 # - `limit` is the device's memory, in MiB.
 #
+# On these devices the peak of the optimizer's step does not depend on the batch at all.
+#
 # Return the largest batch that you found, as a whole number. The rules:
 #
 # 1. Return only a size whose own trial has run.
 # 2. Ask at most 6 times.
-# 3. Reach 98 % of the largest size that fits, where the peaks lie on a straight line. On one of these devices the optimizer's step has the higher peak.
+# 3. Reach 98 % of the largest size that fits, where forward and backward lie on a straight line. On one device the optimizer's step has the higher peak for most sizes; one takes a single sample and no more.
 # 4. Some devices have a **kink**: from some size on each sample costs up to half more. There 90 % are enough.
 # 5. When not even a batch of 1 fits, let the error of `trial(1)` come through.
 #
@@ -88,8 +90,8 @@ def largest_batch(trial, limit):
             ran[size] = trial(size)[0]
         except torch.OutOfMemoryError:
             failed = size
-            if len(ran) == 1:
-                return 1  # 2 samples do not fit, 1 does
+            if size == 2:
+                return 1
         a, b = sorted(ran)[-2:]
         guess = b + (limit - ran[b]) * (b - a) / (ran[b] - ran[a])
         if number == 0:

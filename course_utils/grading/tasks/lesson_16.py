@@ -41,6 +41,7 @@ def _search_inputs(seed: int) -> list:
         device("straight", rng.randint(300, 900)),
         device("straight", rng.randint(2000, 5000)),
         device("straight", rng.randint(5, 12)),
+        device("straight", 1),
         device("step", rng.randint(300, 500)),
         device("kink", rng.randint(450, 560), bends=True),
         device("kink", rng.randint(1000, 4000), bends=True),
@@ -76,8 +77,8 @@ def _search_run(student, inputs: list) -> list:
         answer = {"size": None, "raised": "", "trials": log}
         try:
             answer["size"] = student.largest_batch(trial, case["limit"])
-        except torch.OutOfMemoryError:
-            answer["raised"] = "OutOfMemoryError"
+        except (torch.OutOfMemoryError, ZeroDivisionError) as error:
+            answer["raised"] = type(error).__name__
         answers.append(answer)
     return answers
 
@@ -112,15 +113,28 @@ def _trials(answer: Any) -> list[int] | None:
     return trials if sizes and trials else None
 
 
+def _on(case: dict) -> str:
+    """The device, in words: something to try the function on."""
+    kink, more = case["kink"], round(case["slope"] + case["bend"], 3)
+    bends = f" ({more} from sample {kink + 1} on)" if kink < 10**6 else ""
+    return (
+        f" (on: {case['static']} MiB + {case['slope']} MiB a sample{bends}, step {case['step']} "
+        f"MiB, limit {case['limit']} MiB)"
+    )
+
+
 def _search_why(case: dict, largest: int, answer: Any) -> tuple[str, str]:
     """Why the size was not one that ran; why it was not large enough or took too many trials."""
     size, trials = item(answer, "size"), _trials(answer)
     if item(answer, "raised") == OUT_OF_MEMORY:
         return ("the error came through, though a batch of 1 fits",) * 2
+    if item(answer, "raised") == "ZeroDivisionError":
+        return ("division by zero: two trials had the same peak. Which peak grows?",) * 2
     if trials is None or item(answer, "raised") != "":
         return ("nothing was tried",) * 2
     if type(size) is not int:
-        return (f"a whole number was expected, not {describe(size)}",) * 2
+        found = f"the float {size}" if type(size) is float else describe(size)
+        return (f"a whole number was expected, not {found}",) * 2
     if size not in trials:
         return ("the size that you return was never tried",) * 2
     if size > largest:
@@ -142,9 +156,12 @@ def _search_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             if item(answer, "raised") != OUT_OF_MEMORY or item(answer, "size") is not None:
                 why[about] = "your function did not raise it"
             elif trials is None or trials[-1] != 1:
-                why[about] = "it was not the last trial"
+                why[about] = "the last trial was another one"
+            if why[about]:
+                why[about] += _on(case)
             continue
-        ran, enough = _search_why(case, largest, answer)
+        texts = _search_why(case, largest, answer)
+        ran, enough = (text and text + _on(case) for text in texts)
         why["ran"] = why["ran"] or ran
         why[about] = why[about] or enough
     return [Finding(text, 1, why[about]) for about, text in _SEARCH_TEXTS.items()]
@@ -160,7 +177,7 @@ SEARCH = Task(
     expected=_search_expected,
     judge=_search_judge,
     hints=(
-        "Only one of the two peaks grows with the batch. Two points of it give a line; where "
+        "Only one of the two peaks grows with the batch here. Two points of it give a line; where "
         "does that line meet the limit? And what does a kink between your two points and the "
         "limit do to the answer?",
         "Try 1 and 2, then half of what their line promises: that point lies where the kink "
@@ -168,8 +185,9 @@ SEARCH = Task(
         "ran. After a failure stay below it: go no further than halfway from the largest that "
         "ran to the smallest that failed. Stop after 6 trials and return the largest that ran.",
         "Keep `ran = {1: trial(1)[0]}` (outside any try) and `failed = None`. In a loop of 5: "
-        "`try: ran[size] = trial(size)[0]`, `except torch.OutOfMemoryError: failed = size`; then "
-        "`a, b = sorted(ran)[-2:]`, `size = b + (limit - ran[b]) * (b - a) / (ran[b] - ran[a])`, "
+        "`try: ran[size] = trial(size)[0]`, `except torch.OutOfMemoryError: failed = size` (and "
+        "return 1 where 2 does not fit); then `a, b = sorted(ran)[-2:]`, "
+        "`size = b + (limit - ran[b]) * (b - a) / (ran[b] - ran[a])`, "
         "halve it the first time, and with a failure take at most `(b + failed) / 2`. Leave when "
         "`int(size) <= b`.",
     ),
@@ -229,9 +247,9 @@ def largest_batch(trial, limit):
             ran[size] = max(trial(size))
         except torch.OutOfMemoryError:
             failed = size
+            if size == 2:
+                return 1
         a, b = sorted(ran)[-2:]
-        if ran[a] == ran[b]:
-            return b
         guess = b + (limit - ran[b]) * (b - a) / (ran[b] - ran[a])
         if number == 0:
             guess = b + (guess - b) / 2
@@ -242,14 +260,18 @@ def largest_batch(trial, limit):
             break
     return max(ran)
 """,
-            4,
+            3,
         ),
         Wrong(
             "halves what the line promised until it fits",
             """
 import torch
 def largest_batch(trial, limit):
-    one, two = trial(1)[0], trial(2)[0]
+    one = trial(1)[0]
+    try:
+        two = trial(2)[0]
+    except torch.OutOfMemoryError:
+        return 1
     size = int(1 + (limit - one) / (two - one) + 1e-9)
     while True:
         try:
@@ -275,6 +297,8 @@ def largest_batch(trial, limit):
             ran[size] = trial(size)[0]
         except torch.OutOfMemoryError:
             failed = size
+            if size == 2:
+                return 1
         a, b = sorted(ran)[-2:]
         guess = b + (limit - ran[b]) * (b - a) / (ran[b] - ran[a])
         if number == 0:
@@ -443,7 +467,10 @@ def _accumulate_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         answer, about = item(got, number), case["about"]
         too_large, gradient = _sizes_why(case, answer), item(answer, "gradient")
         missing = too_large or _missing_why(case, answer)
-        why[about] = why[about] or missing or _matrix_why(gradient, want["gradient"])
+        wrong = missing or _matrix_why(gradient, want["gradient"])
+        if about == "nothing" and "NaN" in wrong:
+            wrong += ": is a part of padding alone left out?"
+        why[about] = why[about] or wrong
         loss, kept, sizes = (item(answer, key) for key in ("loss", "kept", "sizes"))
         if not close(loss, want["loss"], 1e-8):
             problem = f"it is {describe(loss)}" if not is_number(loss) else "it is another number"
@@ -765,6 +792,8 @@ def _step_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         if raised != "":
             ended = OUT_OF_MEMORY if raised == OUT_OF_MEMORY else "an error"
             size = f"your function raised {ended}, though there is a size that fits"
+            if raised == OUT_OF_MEMORY:
+                size += ": is the memory of the failed try free when you try again?"
         elif type(micro) is not int:
             size = f"a whole number was expected, not {describe(micro)}"
         elif micro != want["micro"]:
