@@ -63,6 +63,10 @@ class StepResult:
 class SafeStep:
     """One training step, ``result = step(batch)``, in which the optimizer steps once.
 
+    Before a retry the global random numbers go back to where they were: torch's, CUDA's, numpy's
+    and Python's. Generators that you made (``torch.Generator``, ``numpy.random.Generator``) do
+    not: `loss_fn` should not draw from one.
+
     Args:
         model: a module, or a DistributedDataParallel around one. Then every rank makes a
             SafeStep and calls it equally often; shards may differ in size, and all ranks split

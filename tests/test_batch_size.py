@@ -5,6 +5,7 @@ is found by trying, with a loop of its own.
 """
 
 import copy
+import math
 import random
 
 import numpy
@@ -15,7 +16,7 @@ from torch import nn
 
 from course_utils import memory, plots
 from course_utils.batch_size import DoesNotFit, find_batch_size, throughput
-from course_utils.launch import RankError, launch
+from course_utils.launch import launch
 from course_utils.memory import KiB, MiB
 
 
@@ -382,39 +383,80 @@ def test_an_optimizer_that_needs_a_closure():
 # ---------------------------------------------------------------- ranks
 
 
-def _on_a_rank(limits, wrap=False):
+def _on_a_rank(limits, **ddp):
     import torch.distributed as dist
 
     model = mlp()
-    if wrap:
-        model = nn.parallel.DistributedDataParallel(model)
+    if ddp:
+        model = nn.parallel.DistributedDataParallel(model, **ddp)
     optimizer = adam(model)
     before = bits(model, optimizer)
     limit = limits[dist.get_rank()]
     found = find_batch_size(model, optimizer, batches(16), cross_entropy, limit=limit)
     assert bits(model, optimizer) == before
-    if wrap:  # DDP still trains as it should
+    if ddp:  # it still trains as it should
         cross_entropy(model, batches(16)(found.batch_size)).backward()
         optimizer.step()
         dist.barrier()
     return found.batch_size, found.ranks, len(found.trials), str(found)
 
 
-def test_the_rank_with_half_the_memory_decides():
-    (n, ranks, trials, text), (other, *_) = launch(_on_a_rank, 2, [2 * MiB, MiB], timeout=60)
+def _three_ways():
+    return (
+        _on_a_rank([2 * MiB, MiB]),
+        _on_a_rank([MiB, MiB], gradient_as_bucket_view=False),
+        _on_a_rank([MiB, MiB], gradient_as_bucket_view=True),
+    )
+
+
+def test_the_rank_with_half_the_memory_decides_and_ddps_buckets_count():
     model = mlp()
-    alone = find_batch_size(model, adam(model), batches(16), cross_entropy, limit=MiB)
-    assert n == other == alone.batch_size == ranks[1] < ranks[0]
-    assert trials <= 6 and "rank 1" in text
+    alone = find_batch_size(model, adam(model), batches(16), cross_entropy, limit=MiB).batch_size
+    rank0, rank1 = launch(_three_ways, 2, timeout=60)
+    for (n, ranks, trials, text), (other, *_) in zip(rank0, rank1, strict=True):
+        assert n == other == min(ranks) and trials <= 6 and "rank 1" in text
+    (halved, ranks, *_), (beside_buckets, *_), (gradients_are_buckets, *_) = rank0
+    assert halved == alone < ranks[0]
+    assert beside_buckets < gradients_are_buckets == alone
 
 
-def test_a_replica_under_ddp_is_probed_without_its_wrapper_and_its_buckets_count():
-    (n, ranks, *_), _ = launch(_on_a_rank, 2, [MiB, MiB], True, timeout=60)
+def _fails_on_rank_1():
+    """What each rank is told: of a foreign error, of no fit, of a joint trial that runs out."""
+    import torch.distributed as dist
+
+    rank, said, calls, fatal = dist.get_rank(), [], [], [math.inf]
+
+    def broken(model, batch):
+        raise Foreign("its own")
+
+    def counted(model, batch):
+        calls.append(len(batch[0]))
+        if rank and len(calls) >= fatal[0]:
+            raise torch.OutOfMemoryError("the other rank is here too")
+        return cross_entropy(model, batch)
+
     model = mlp()
-    alone = find_batch_size(model, adam(model), batches(16), cross_entropy, limit=MiB)
-    assert n == ranks[0] == ranks[1] < alone.batch_size
+    optimizer = adam(model)
+    find_batch_size(model, optimizer, batches(16), counted, limit=MiB)
+    assert calls[-1] == calls[-2], "the last trial is that of all ranks: two steps"
+    fatal[0], calls[:] = len(calls) - 1, []
+    before = bits(model, optimizer)
+    cases = [
+        (broken if rank else cross_entropy, MiB),
+        (cross_entropy, KiB if rank else MiB),
+        (counted, MiB),
+    ]
+    for loss_fn, limit in cases:
+        with pytest.raises(Exception) as caught:
+            find_batch_size(model, optimizer, batches(16), loss_fn, limit=limit)
+        said.append((type(caught.value).__name__, str(caught.value)))
+        assert bits(model, optimizer) == before
+    return said
 
 
-def test_a_rank_where_nothing_fits_ends_all_of_them():
-    with pytest.raises(RankError, match=r"does not fit"):
-        launch(_on_a_rank, 2, [2 * MiB, KiB], timeout=60)
+def test_a_rank_that_fails_ends_all_of_them_and_keeps_its_own_error():
+    rank0, rank1 = launch(_fails_on_rank_1, 2, timeout=60)
+    assert [kind for kind, _ in rank1] == ["Foreign", "DoesNotFit", "DoesNotFit"]
+    assert "fitted alone, and not while all ranks ran it" in rank1[2][1]
+    for (kind, text), (other, own) in zip(rank0, rank1, strict=True):
+        assert (kind, text) == ("RuntimeError", f"on rank 1: {other}: {own}")
