@@ -595,7 +595,7 @@ plots.show(
 )
 
 # %% [markdown]
-# Halving and doubling only know the first size times or over powers of two: what they leave unused is luck. accelerate comes close, in many trials, all but the last of them out of memory; a better guess spares it most of them. Lightning's bisection finds the answer, and then takes 5 % off as a [margin](https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html): so it may return a size that it never tried. accelerate and toma call a function and know of no model: whatever a trial changes in yours, you put back.
+# Halving and doubling try sizes that are a factor of two apart: what they leave unused is luck. accelerate comes close, in many trials, all but the last of them out of memory; a better guess spares it most of them. Lightning's bisection finds the answer, and then takes 5 % off as a [margin](https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html): so it may return a size that it never tried. accelerate and toma call a function and know of no model: whatever a trial changes in yours, you put back.
 #
 # This is one model. The course's benchmark has eight, at three limits, with two optimizers:
 
@@ -614,6 +614,7 @@ if files:
             f"{tool['method']:24}  {trials:6g}  {tool['worst_trials']:5}  {share:14.1%}"
             f"  {seconds:7.2f}  {tool['do_not_run']} of {tool['came_back']}"
         )
+    print("on a GPU:", "this table" if machine["gpus"] else "not measured")
 else:
     print("not measured")
 
@@ -785,7 +786,9 @@ with memory.meter(model, optimizer, limit=LIMIT) as meter:
 print(f"{len(batch[0])} samples, of which {truth} fit at once: done with micro-batches of {micro}")
 
 # %% [markdown]
-# `attempt` covers forward and backward only. When memory runs out in `optimizer.step()`, some weights have moved and others have not: that cannot be repeated. So `SafeStep` allocates the optimizer's state before the first attempt. It also puts random numbers and buffers back before it tries again: the step is the one that you would get with the smaller micro-batch from the start. (With dropout that is not the step of the undivided batch, as with BatchNorm: each micro-batch draws its own masks.) And it weighs micro-batches by samples, unless you tell it what your loss is a mean of. Forgetting that raises no error:
+# `attempt` covers forward and backward only. When memory runs out in `optimizer.step()`, some weights may have moved already: that cannot be repeated. So `SafeStep` allocates the optimizer's state before the first attempt. It also puts random numbers and buffers back before it tries again: the step is the one that you would get with the smaller micro-batch from the start. (With dropout that is not the step of the undivided batch, as with BatchNorm: each micro-batch draws its own masks.)
+#
+# It weighs micro-batches by samples, unless you tell it what your loss is a mean of. Forgetting that raises no error:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -797,7 +800,7 @@ for what, count in {"samples": None, "tokens": lambda batch: (batch[1] != -100).
     print(f"weighed by {what}: the gradient of the whole text, below 1e-10: {close}")
 
 # %% [markdown]
-# **Predict.** An epoch of eight batches. After the third, something else takes a quarter of the memory (here a tensor that nothing else knows of). How many samples are lost, how many batches are tried again?
+# **Predict.** An epoch of eight batches. After the third, another program takes a quarter of the memory (a tensor of this process plays its part). How many samples are lost, how many batches are tried again?
 
 
 # %%
@@ -831,7 +834,7 @@ for name, epoch in {"undisturbed": undisturbed, "disturbed": disturbed}.items():
 print("the same weights, below 1e-10:", ((got - want).abs().max() < 1e-10).item())
 
 # %% [markdown]
-# The messages show one batch, tried again in smaller and smaller parts until they fit; all later batches were split like that from the start. The weights are those of the run that nobody disturbed. Compare that with the cures in use: restart the whole program with a smaller batch, skip the batch, or train on single samples.
+# The messages are from one batch, tried again in smaller parts until they fit; all later batches were split like that from the start. The weights are those of the run that nobody disturbed. Compare that with the cures in use: restart the whole program with a smaller batch, skip the batch, or train on single samples.
 #
 # ## Two devices, two limits
 #
@@ -877,7 +880,7 @@ print("gradients equal one device's, below 1e-6:", max(d for *_, d in answers) <
 #
 # ## What a real GPU does differently
 #
-# The budget counts tensors. CUDA's allocator counts the same tensors, but hands out blocks: it rounds sizes up, keeps freed blocks for later, and may be unable to join them, so memory can run out although the sum would fit. Libraries take workspaces that no tensor shows. Each process also needs a context before its first tensor. So on a GPU leave a margin: `find_batch_size(..., headroom=0.05)`. The table of the five methods says which machine it is from; another one is not measured.
+# The budget counts tensors. CUDA's allocator counts the same tensors, but hands out blocks: it rounds sizes up, keeps freed blocks for later, and may be unable to join them, so memory can run out although the sum would fit. Libraries take workspaces that no tensor shows. Each process also needs a context before its first tensor. So on a GPU leave a margin: `find_batch_size(..., headroom=0.05)`. The table of the five methods above says which machine it was measured on, and whether on a GPU.
 #
 # ## Then → now
 #
