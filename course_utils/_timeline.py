@@ -44,5 +44,5 @@ def timeline(
     share = changes[peak][largest] / MiB / (bottom[peak] or 1)
     how = "most of it" if share > 0.5 else "the largest part of it"
     axes.set_title(f"{bottom[peak]:.3g} MiB at the peak, {how} {kinds[largest]}")
-    axes.legend(loc="upper center", ncols=3, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=6, fontsize=8)
     return figure
