@@ -33,6 +33,15 @@ two_ranks = pytest.mark.skipif(CORES < 2, reason="two ranks need two cores")
 # ------------------------------------------------------------------ models, batches, traps
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On a busy machine threads that wait for each other cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def make(dtype=torch.float64, dropout=0.0, norm=False, seed=0):
     torch.manual_seed(seed)
     layers = [nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3)]
