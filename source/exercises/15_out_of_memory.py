@@ -2,7 +2,7 @@
 # jupyter:
 #   course:
 #     rows: [O1, O4, O5, O7]
-#     minutes: {read: 5, do: 30}
+#     minutes: {read: 5, do: 25}
 #     devices: 1
 #     path: core
 #     extra: torch
@@ -23,7 +23,7 @@
 #
 # | | |
 # |---|---|
-# | **Time** | 5 minutes to read, 30 to do: about 15, 8 and 7 for the three tasks |
+# | **Time** | 5 minutes to read, 25 to do: about 12, 6 and 7 for the three tasks |
 # | **You should know** | [lesson 15, Out of memory](../notebooks/15_out_of_memory.ipynb) |
 # | **Runs on** | every machine: the first check uses a made-up device of 8 MiB, the others a few numbers |
 #
@@ -115,9 +115,9 @@ for program, function in [(leaky_total_loss, loss_of), (leaky_failures, step)]:
         raise AssertionError(f"{program.__name__} no longer leaks")
 
 # %% [markdown]
-# Write the four again, without the leak. They return the same: `total_loss` a float, `failures` a list of texts, `first_scores` a list of floats, `check_after` a float and the value of `check()`. They may not hold back batches or skip work: each batch goes through `loss_of`, `step` or `model` once, in its turn.
+# Write the four again, without the leak. They return the same: `total_loss` a float, `failures` a list of texts, `first_scores` a list of floats, `check_after` a float and the value of `check()`. Each batch goes through `loss_of`, `step` or `model` once, in its turn, and `check` is called after the last.
 #
-# The check runs each of yours for more than 200 batches on a device of 8 MiB, where each batch takes 1 to 3 MiB. A program that leaks does not reach its `return` there. The last point is for leaving nothing behind: after the return, nothing of yours may still refer to the device's memory.
+# The check runs each of yours for more than 200 batches on a device of 8 MiB. `loss_of` and `step` get a number and take 1 MiB; `first_scores` and `check_after` get batches that are tensors on the device themselves, 1 MiB each beside the output's 1 MiB. A program that leaks does not reach its `return` there. The last point is for leaving nothing behind: after the return, nothing of yours may still refer to the device's memory.
 
 
 # %% task="15-leaks"
@@ -158,7 +158,7 @@ def check_after(model, batches, check):
     for x in batches:
         y = model(x)
         summed += y[0].item()
-    del x, y  # a loop's variables outlive the loop
+    x = y = None  # a loop's variables outlive the loop; `del` would fail without batches
     return summed, check()
     ### END SOLUTION
 
@@ -263,4 +263,4 @@ check("15-evaluate")
 # %% [markdown]
 # ## Done?
 #
-# `course_utils.memory.is_oom` knows some messages more than yours. One way to solve each task is in the [solution of exercise 15](../solutions/15_out_of_memory.ipynb). Compare it with yours after you have tried.
+# `course_utils.memory.is_oom` knows more messages than yours: an `OSError` with the code `ENOMEM`, too, and it asks whether TensorFlow's error is about memory at all. One way to solve each task is in the [solution of exercise 15](../solutions/15_out_of_memory.ipynb). Compare it with yours after you have tried.

@@ -19,13 +19,13 @@
 # %% [markdown]
 # # Out of memory: find what is kept, not what fell over
 #
-# After this lesson you can meet an out-of-memory error without fear: read it, find what keeps the memory, mend it, and go on, on one device and on two.
+# You will read an out-of-memory error, find what keeps the memory, mend it, and go on, on one device and on two.
 #
 # | | |
 # |---|---|
 # | **Time** | 20 minutes to read, 10 to predict and run; the exercise takes 30 more |
 # | **You should know** | what forward, backward and an optimizer's step do; ranks and `launch` ([lesson 00](00_start_here.ipynb)); parameters, gradients, optimizer state, activations ([lesson 14](14_where_memory_goes.ipynb), in one line below) |
-# | **You will** | meet a real `OutOfMemoryError` at a limit of your choice · show that the line it names is innocent · measure eight causes and their cures · test what `del`, `gc.collect` and `empty_cache` do · see what one rank's error does to the other |
+# | **You will** | show that the line an error names is innocent · measure eight causes and their cures · test `del`, `gc.collect` and `empty_cache` · see what one rank's error does to the other |
 # | **Runs on** | no GPU: a budget counts your tensors · a GPU: the same budget counts those on the GPU, and one cell shows CUDA's own figures · two ranks: pinned cores, or two GPUs |
 # | **Last verified** | Python 3.11, PyTorch 2.13.0 |
 
@@ -48,7 +48,6 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from course_utils import memory, plots
 from course_utils.devices import census, slots
@@ -106,7 +105,7 @@ def train(keep, limit=None, steps=20):
 
 
 # %% [markdown]
-# For `backward` a step keeps three things of 1 MiB each: the batch, the output of the ReLU, and the difference `output - batch`. **These 3 MiB are the unit of this lesson.**
+# For `backward` a step keeps three things of 1 MiB each: the batch, the output of the ReLU, and the difference `output - batch`. Remember these **3 MiB**.
 #
 # **Predict.** One line of `train` makes it need more in every step. Which line will the error name?
 
@@ -145,7 +144,7 @@ for keep in (True, False):
     print(f"peak of each step, keep={keep!s:5}:", *(f"{mib:.0f}" for mib in train(keep, steps=8)))
 
 # %% [markdown]
-# `seen.append((step, output))` allocates nothing, so it can never be the line that fails. It only keeps: 1 MiB more in each step. What fails is the line where a step is largest, here `backward`, or in step 1 the first line that does not fit at all. **A traceback shows the last straw. To find the cause, ask what has grown.** The breakdown in the error's text says of which kind it is: parameters had not grown, activations had. (There were no gradients yet: `backward` failed at its first tensor.)
+# `seen.append((step, output))` allocates nothing, so it can never be the line that fails. It only keeps: 1 MiB more in each step. What fails is the line where a step is largest, here `backward`, or in step 1 the first line that does not fit at all. **A traceback shows the last straw. To find the cause, ask what has grown.** The breakdown in the error's text says of which kind it is: parameters had not grown, activations had. (No gradients yet: `backward` failed at its first tensor.)
 #
 # ## One harness for all causes
 #
@@ -212,7 +211,7 @@ def total_mended():
 compare("running total", alone=total_alone, after_backward=total_after_backward, item=total_mended)
 
 # %% [markdown]
-# `backward` frees the saved activations as it goes, so after it the sum keeps no tensor worth mentioning. Without `backward` every step stays whole: 3 MiB. Is the other program harmless then? What stays is the chain of graph nodes: small objects in the memory of the process, which no meter of tensors sees. Each rank is a process of its own, so here two of them train side by side, ten layers each.
+# `backward` frees the saved activations as it goes, so after it the sum keeps no tensor worth mentioning. Without `backward` every step stays whole: 3 MiB. Is the other program harmless then? What stays is the chain of graph nodes, small objects of the process, which no meter of tensors sees. Each rank is a process, so let two of them train side by side.
 
 
 # %%
@@ -276,9 +275,7 @@ def keeping_errors(what):
 compare("kept exception", exceptions=keeping_errors(lambda e: e), their_texts=keeping_errors(str))
 
 # %% [markdown]
-# The exception keeps the output of the failing function, and its graph. A maintainer of PyTorch: [this is expected](https://github.com/pytorch/pytorch/issues/27600), because the exception holds on to the frame, and that is why neither `gc.collect` nor `empty_cache` has any effect.
-#
-# It also decides *where* to try again after an error. Inside `except` the exception is still alive:
+# The exception keeps the output of the failing function, and its graph. [This is expected](https://github.com/pytorch/pytorch/issues/27600), say PyTorch's maintainers: neither `gc.collect` nor `empty_cache` can help while a frame is held. It also decides *where* to try again after an error:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -294,7 +291,7 @@ print("inside except, after gc.collect():", memory.size(inside))
 print("one line below, outside:          ", memory.size(outside))
 
 # %% [markdown]
-# Python deletes the name of the exception at the end of the `except` block. So note *that* it failed, leave the block, and try again below it. Lesson 16 builds on this.
+# Inside `except` the exception is still alive. So note *that* it failed, leave the block, and try again below it. Lesson 16 builds on this.
 #
 # ## Cause 3: a list of outputs
 #
@@ -391,11 +388,11 @@ for switch in (nullcontext, torch.no_grad, torch.inference_mode):
         print(f"{name + ', ' + mode:22}{cells}".rstrip())
 
 # %% [markdown]
-# `eval` switches layers: dropout and BatchNorm. `no_grad` and `inference_mode` switch the graph off; `inference_mode` also forbids the result to enter a graph later. An evaluation needs `eval` *and* one of the other two. The old notes have `no_grad` only, and so their dropout stays on unless somebody has called `eval`.
+# `eval` switches layers: dropout and BatchNorm. `no_grad` and `inference_mode` switch the graph off; `inference_mode` also forbids the result to enter a graph later. An evaluation needs `eval` *and* one of the other two.
 #
 # ## Cause 6: a loop's variables outlive the loop
 #
-# In Python a loop has no scope of its own. `batch`, `output` and `loss` of the last round live until the function returns, or until you delete or reassign them; at the top level of a notebook nobody returns. Here the loop ends after four steps.
+# In Python a loop has no scope of its own. `batch`, `output` and `loss` of the last round live until the function returns, or until you delete or reassign them. Here the loop ends after four steps.
 
 
 # %%
@@ -499,12 +496,12 @@ for optimizer_class, rows in [(torch.optim.Adam, 64), (torch.optim.Adam, 1), (to
     print("    without a limit:", first_step(optimizer_class, rows))
 
 # %% [markdown]
-# A smaller batch does not help, not even one row. After the step there are parameters, gradients and twice the parameters of state, four times 8 MiB. During the step PyTorch also needs room for temporary results, so the peak is higher still. What helps is an optimizer with less state, fewer parameters to train, or more devices that share the state. And a trial run must take the optimizer's step too.
+# Not even one row helps. After the step there are parameters, gradients and twice the parameters of state, four times 8 MiB; during the step come temporary results. What helps is an optimizer with less state, fewer parameters to train, or more devices that share the state. And a trial run must take the optimizer's step too.
 #
 # ## What leaks climbs, what is kept stays
 
 # %%
-measured["notebook: x, shown or not"] = {"x": shown[:4], "x;": hidden}
+measured["notebook: x, shown or not"] = {"x": shown[:3], "x;": hidden}
 fig, grid = plt.subplots(2, 3, figsize=(11, 6))
 for axes, (cause, programs) in zip(grid.flat, measured.items(), strict=True):
     for name, readings in programs.items():
@@ -531,7 +528,7 @@ plots.show(
 #
 # ## The quick cure: smaller batch, clean up, run again
 #
-# That is the order in which the old notes advise it. Take the running total, within 16 MiB, and count the steps until it dies.
+# So advise the old notes. Take the running total, within 16 MiB, and count the steps until it dies.
 
 
 # %%
@@ -553,7 +550,7 @@ programs = {
     "4096 rows, mended": total_mended(),
 }
 done = dict.fromkeys(programs, 0)
-for name, running in tqdm(programs.items(), file=sys.stdout, disable=None):
+for name, running in programs.items():
     try:
         with Budget(model, limit=16 * MiB):
             for _ in range(50):
@@ -565,7 +562,7 @@ for name, steps in done.items():
     print(f"{name:32} {steps:2} of 50 steps")
 
 # %% [markdown]
-# A smaller batch buys time; cleaning buys nothing while the total refers to everything. So **first look whether it grows.** If memory climbs from step to step, find the reference. If it is flat and too high, a smaller batch is right, where activations are the larger part (not in cause 8). And before you *run again* in the same notebook, remember cause 7.
+# A smaller batch buys time; cleaning buys nothing while the total refers to everything. So **first look whether it grows.** If memory climbs from step to step, find the reference. If it is flat and too high, a smaller batch is right, where activations are the larger part (not in cause 8). Before you *run again* in the same notebook, remember cause 7.
 #
 # ## What `del`, `gc.collect` and `empty_cache` do
 #
@@ -672,7 +669,7 @@ else:
 # %% [markdown]
 # ## Looking from outside: GPUtil and NVML
 #
-# The old notes look with `GPUtil.showUtilization()`. It runs the program `nvidia-smi` and reads its text. What does it show without a GPU, and what where `nvidia-smi` is there but finds no device? A script of two lines plays that case. Beside it NVML, the library below `nvidia-smi`.
+# The old notes look with `GPUtil.showUtilization()`, which runs the program `nvidia-smi` and reads its text. What does it show without a GPU, and what where `nvidia-smi` is there but finds no device (a script plays it)? Beside it NVML, the library below `nvidia-smi`.
 
 
 # %%
@@ -698,7 +695,7 @@ with tempfile.TemporaryDirectory() as folder:
     print("NVML here:                    ", child(NVML, folder))
 
 # %% [markdown]
-# Without a GPU GPUtil ends at the line under the head of an empty table: no error, no word why. An answer in words it takes for a number. NVML raises an error that you can catch; `census` in the second cell asks both, and says what it could not read. All of them look at a device from outside: they see *that* it is full, never what fills it.
+# Without a GPU GPUtil shows the head of an empty table, here its last line: no error, no word why. An answer in words it takes for a number. NVML raises an error that you can catch; `census` above asks both, and says what it could not read. All of them see *that* a device is full, never what fills it.
 #
 # ## Two devices: one is full, what does the other do?
 #
@@ -708,7 +705,7 @@ with tempfile.TemporaryDirectory() as folder:
 # 2. it lets the error go up;
 # 3. its process is killed, as Linux does when the machine's own memory runs out.
 #
-# To see who adds what to whom, the gradient is one number: rank 0's are 1, 2, 3, 4 in its four steps, rank 1's are 10, 20, 30, 40. So the right sums are 11, 22, 33, 44.
+# The gradient here is one number: 1, 2, 3, 4 in rank 0's four steps, 10, 20, 30, 40 in rank 1's. The right sums are 11, 22, 33, 44.
 #
 # **Predict.** What are the sums when rank 1 skips step 2?
 
@@ -750,9 +747,7 @@ for rank, sums in enumerate(skipped):
 assert skipped[0][1] == 2 + 30 and skipped[0][2] == 3 + 40
 
 # %% [markdown]
-# **No error, and wrong from then on.** 32 is rank 0's step 2 plus rank 1's step 3; 43 is 3 and 40. An all-reduce does not know of steps: it pairs the next call of each rank with the next call of the other. Both ranks got the same wrong sums, so even their parameters stay equal. Only the last call of rank 0 finds no partner, and waits for a deadline: 3 s here, 10 minutes by default in NCCL. In a long epoch that comes long after the harm.
-#
-# And the two others?
+# **No error, and wrong from then on.** 32 is rank 0's step 2 plus rank 1's step 3; 43 is 3 and 40. An all-reduce does not know of steps: it pairs the next call of each rank with the next call of the other. Both ranks got the same wrong sums, so even their parameters stay equal. Only the last call of rank 0 finds no partner, and waits for a deadline: 3 s here, 10 minutes by default in NCCL. In a long epoch that comes long after the harm. And the two others?
 
 # %%
 for when_full in ["raise", "be killed"]:
@@ -832,17 +827,16 @@ assert parts_0 == parts_1 > 1 and largest < 1e-5
 #
 # ## What a real GPU does differently
 #
-# - **The type.** The budget and CUDA's allocator raise `torch.OutOfMemoryError`. PyTorch's own allocator on a CPU raises a plain `RuntimeError`, and other libraries have types of their own; and one famous message only sounds like it: *an illegal memory access*. That is why programs need a function such as `memory.is_oom`. You write one in the exercise.
+# - **The type.** CUDA's allocator raises `torch.OutOfMemoryError` like the budget, PyTorch's own on a CPU a plain `RuntimeError`, other libraries have others; and *an illegal memory access* only sounds like it. That is why there is `memory.is_oom`. You write one in the exercise.
 # - **The message** has this form; look at the last two figures: *CUDA out of memory. Tried to allocate … GPU 0 has a total capacity of … of which … is free. … Of the allocated memory … is allocated by PyTorch, and … is reserved by PyTorch but unallocated.*
 # - **Fragmentation.** If *reserved but unallocated* is large, there is room, but in pieces that are each too small. Set `PYTORCH_ALLOC_CONF=expandable_segments:True` (older versions call it `PYTORCH_CUDA_ALLOC_CONF`) before the program starts. A budget has no pieces.
 # - **The context.** CUDA itself takes some hundred MiB for each process, which no meter of tensors counts and no `del` returns.
-# - **Late errors.** An error of a kernel may be raised lines later. Out of memory is not one of these: the allocator raises it at once.
 #
 # ## The old notes, tested
 #
 # | what notes of 2021 say | what you have seen |
 # |---|---|
-# | hard to say where and why; the traceback points elsewhere | true: it names the last straw. The breakdown by kind, and growth from step to step, name the cause |
+# | hard to say where and why; the traceback points elsewhere | true: look at the breakdown by kind, and for growth from step to step |
 # | smaller batch, clean up, run again | right where memory is flat and activations are most of it; against a leak it buys time |
 # | `GPUtil.showUtilization()` | an empty table where there is no GPU, a `ValueError` where `nvidia-smi` answers in words |
 # | `empty_cache` secures free memory | for *other* processes only |
@@ -858,7 +852,7 @@ assert parts_0 == parts_1 > 1 and largest < 1e-5
 #
 # ## Recap
 #
-# The line in the traceback asked last; the cause is what has been kept, and it shows as growth from step to step. Memory goes when the last reference goes: a total, an exception, a list, a slice, a loop's variable, and the notebook itself can be that reference. Where several devices work together, ask all of them before anybody enters a collective.
+# The line in the traceback asked last; the cause is what has been kept. Memory goes when the last reference goes: a total, an exception, a list, a slice, a loop's variable, or the notebook itself. Before a collective, ask all ranks.
 #
 # 1. Memory climbs by the same amount in every step, and the error names `loss.backward()`. Where do you look?
 # 2. You catch the error, call `gc.collect()` and `empty_cache()` inside `except`, and try again: out of memory at once. Why?

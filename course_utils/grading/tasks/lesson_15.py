@@ -80,7 +80,7 @@ def _leak_run(student, inputs: dict) -> dict:
 
         def check(self):
             self.new(0.0, blocks=limit)  # needs the whole device
-            return inputs["check"]
+            return inputs["check"] + self.calls  # so the value shows when it was called
 
     numbers = list(range(len(values)))
     programs = {
@@ -114,7 +114,7 @@ def _leak_expected(inputs: dict) -> dict:
         "total_loss": sum(scores),
         "failures": [f"batch {n}: the loss is not finite" for n in inputs["failing"]],
         "first_scores": scores,
-        "check_after": [sum(scores), inputs["check"]],
+        "check_after": [sum(scores), inputs["check"] + len(values)],
     }
 
 
@@ -130,7 +130,12 @@ def _leak_why(inputs: dict, name: str, got: Any, want: Any) -> str:
     calls, ended = item(got, "calls"), item(got, "ended")
     if ended == "out of memory":
         if name == "check_after" and calls == len(inputs["values"]):
-            return "the loop is done, but something of it is still alive when `check` is called"
+            return (
+                "the loop is done, but something of it is still alive when `check` is called: "
+                "to what do the names of the loop still refer?"
+            )
+        if calls == 0:
+            return "out of memory before the first batch was used: are they all loaded at once?"
         batch = f"batch {calls} of {len(inputs['values'])}" if type(calls) is int else "some batch"
         return f"out of memory at {batch}: what do the earlier ones keep alive?"
     if ended == "not attempted":
@@ -141,6 +146,8 @@ def _leak_why(inputs: dict, name: str, got: Any, want: Any) -> str:
     if is_list(want) and is_list(value) and len(value) != len(want):
         amount = "few" if len(value) < len(want) else "many"
         return f"it returned {describe(value)}, which are too {amount}"
+    if name == "check_after" and _same(item(value, 0), want[0]):
+        return "the sum is right; `check` has to be called after the last batch, and its value kept"
     if describe(value) != describe(want):
         return f"it returned {describe(value)}; see the leaky one for what it must return"
     return "it ran within the limit, but did not return what the leaky one would have returned"
@@ -238,7 +245,7 @@ LEAKS = Task(
         "instead of a loss or of a slice, a text instead of an exception. A loop's variables "
         "belong to the function: they live until it returns, unless you take them away.",
         "total_loss and first_scores: `.item()` on what you keep. failures: append "
-        "`str(error)`. check_after: `del batch, output` after the loop, before `check()`.",
+        "`str(error)`. check_after: `batch = output = None` after the loop, before `check()`.",
     ),
     wrong=(
         Wrong("as they were", "".join(_LEAKY.values()), 0),
@@ -306,6 +313,48 @@ def check_after(model, batches, check):
     del output
     return total, check()
 """,
+            3,
+        ),
+        Wrong(
+            "sets the output to None, forgets the batch",
+            _MENDED["total_loss"]
+            + _MENDED["failures"]
+            + _MENDED["first_scores"]
+            + """
+def check_after(model, batches, check):
+    total = 0.0
+    for batch in batches:
+        output = model(batch)
+        total += output[0].item()
+    output = None
+    return total, check()
+""",
+            3,
+        ),
+        Wrong(
+            "calls check before the loop, while the device is empty",
+            _MENDED["total_loss"]
+            + _MENDED["failures"]
+            + _MENDED["first_scores"]
+            + """
+def check_after(model, batches, check):
+    checked, total = check(), 0.0
+    for batch in batches:
+        output = model(batch)
+        total += output[0].item()
+    return total, checked
+""",
+            3,
+        ),
+        Wrong(
+            "loads all batches at once",
+            _MENDED["total_loss"]
+            + _MENDED["failures"]
+            + """
+def first_scores(model, batches):
+    return [model(each)[0].item() for each in list(batches)]
+"""
+            + _MENDED["check_after"],
             3,
         ),
         Wrong(
@@ -691,6 +740,7 @@ def _evaluate_expected(inputs: list) -> list:
 
 def _evaluate_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(("mean", "eval", "modes", "graph"), "")
+    typed = True
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         answer, about = item(got, number), case["about"]
         asked, value = item(answer, "losses"), item(answer, "value")
@@ -704,17 +754,19 @@ def _evaluate_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             wrong = f"not the mean over all samples, with batches of {sizes}"
             problem = wrong if is_number(value) else f"a float was expected, not {describe(value)}"
             why["mean"] = why["mean"] or problem
-        if about == "eval" and not close(value, want, relative=1e-9):
-            why["eval"] = why["eval"] or "the model has a dropout, and the value shows it"
         if about == "eval" and not _same(item(answer, "mean"), case["mean"]):
             why["eval"] = "the running mean of a BatchNorm has moved"
+        elif about == "eval" and not is_number(value):
+            why["eval"], typed = "not judged until the answer is a float", False
+        elif about == "eval" and not close(value, want, relative=1e-9):
+            why["eval"] = "the model has a dropout, and the value shows it"
         if about == "modes":
             why["modes"] = why["modes"] or _modes_why(case, answer)
         if item(answer, "graphs") != 0 or type(item(answer, "graphs")) is not int:
             graphs = item(answer, "graphs")
             times = count(graphs, "output") if type(graphs) is int else "some outputs"
             why["graph"] = why["graph"] or f"{times} of the model came with a graph"
-    if why["eval"] and not why["modes"]:
+    if why["eval"] and typed and not why["modes"]:
         why["modes"] = "not judged until the model is in eval mode while it is evaluated"
     return [
         Finding("the mean over all samples, whatever the size of the batches", 2, why["mean"]),
