@@ -263,6 +263,8 @@ def test_a_hundred_failures_leave_nothing(where):
             x = y = loss = None
         assert meter.peak <= room
         assert meter.live == static
+        x = torch.zeros(8)
+        assert meter.by_kind()["other"] == x.nbytes, "no optimizer steps any more"
 
 
 def test_the_same_run_counts_the_same_every_time():

@@ -825,6 +825,9 @@ def evaluate_rank():
     sharded = fully_shard(make())
     with pytest.raises(ValueError, match="sharded"):
         SafeStep(sharded, sgd(sharded), loss_fn)
+    with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
+        evaluate(model, mine, lambda m, b: 1 / (1 - rank))
+    assert model.training and ("on rank 1: ZeroDivision" in str(caught.value)) == (rank == 0)
     return [evaluate(model, shard, means)["acc"] for shard in (mine, nobody)]
 
 
