@@ -21,11 +21,9 @@ class Snapshot:
 
     def __init__(self, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
-        self.parameters = list({id(p): p for p in (*model.parameters(), *grouped)}.values())
-        self._values = [(p, _copied(p), p.requires_grad) for p in self.parameters]
-        self._grads = [
-            (p, p.grad, None if p.grad is None else _copied(p.grad)) for p in self.parameters
-        ]
+        parameters = list({id(p): p for p in (*model.parameters(), *grouped)}.values())
+        self._values = [(p, _copied(p), p.requires_grad) for p in parameters]
+        self._grads = [(p, p.grad, _copied(p.grad)) for p in parameters]
         self._modules = [
             (m, m.training, {name: (b, _copied(b)) for name, b in m._buffers.items()})
             for m in model.modules()

@@ -63,10 +63,6 @@ class StepResult:
 class SafeStep:
     """One training step, ``result = step(batch)``, in which the optimizer steps once.
 
-    Before a retry the global random numbers go back to where they were: torch's, CUDA's, numpy's
-    and Python's. Generators that you made (``torch.Generator``, ``numpy.random.Generator``) do
-    not: `loss_fn` should not draw from one.
-
     Args:
         model: a module, or a DistributedDataParallel around one. Then every rank makes a
             SafeStep and calls it equally often; shards may differ in size, and all ranks split
@@ -74,7 +70,9 @@ class SafeStep:
             no overlap, no communication hooks, one more copy of the gradients in memory, and
             with `broadcast_buffers` rank 0's buffers go to all after the step.
         optimizer: SafeStep clears the gradients first and leaves them in place after its step.
-        loss_fn: ``loss_fn(model, batch) -> mean loss`` (0-dim) over what counts in the batch.
+        loss_fn: ``loss_fn(model, batch) -> mean loss`` (0-dim) over what counts in the batch. It
+            should draw from the global random numbers only: a generator of your own (torch's or
+            numpy's ``Generator``) is not put back before a retry.
         count: ``count(batch) -> number`` that the mean is over, such as tokens that are not
             padding. Default: samples. Micro-batches in which nothing counts are left out.
         micro_batch: samples at once to begin with; None begins with the whole batch. It only
