@@ -112,7 +112,7 @@ check("14-bytes-by-kind")
 # %% [markdown]
 # ## Task 2: which layer keeps the most? (5 points)
 #
-# Out of memory in the forward pass: activations. Whose? The layer with the most parameters is seldom the one, and neither is the layer with the largest output, because an output is kept only if the backward pass needs it. Here the convolution's output is larger than anything else, and nobody keeps it.
+# Out of memory in the forward pass: activations. Whose? The layer with the most parameters is seldom the one, and neither is the layer with the largest output, because an output is kept only if the backward pass needs it. Here the convolution's output is as large as sigmoid's, and nobody keeps it.
 
 # %%
 # NBVAL_CHECK_OUTPUT

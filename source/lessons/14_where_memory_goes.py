@@ -28,7 +28,7 @@
 # | **Time** | 25 minutes to read, 15 to predict and run |
 # | **You should know** | a PyTorch training step: forward, backward, optimizer; ranks and `launch` ([lesson 00](00_start_here.ipynb)) |
 # | **You will** | weigh parameters, gradients, optimizer state and activations · find a shape error before training, and see where summaries are wrong · predict a model that does not fit · weigh two ranks |
-# | **Runs on** | no GPU: a meter counts tensors · a GPU: the same cells ask CUDA's allocator |
+# | **Runs on** | no GPU: a meter counts tensors · a GPU: totals and peaks come from CUDA's allocator |
 # | **Last verified** | Python 3.11, PyTorch 2.13.0 |
 
 # %%
@@ -98,7 +98,7 @@ c = c.clone()  # a storage of its own
 print("after c.clone(): freed is", large() is None)
 
 # %% [markdown]
-# Nothing was freed until the slice had a storage of its own.
+# The slice held everything until it had its own.
 #
 # ## Open the meter
 #
@@ -216,7 +216,7 @@ weigh("after zero_grad", adam)
 #
 # **Activations** are results of the forward pass that are kept for the backward pass. The meter cannot know what backward will need. It counts as activations what an operation returns on something that needs gradients, and as *other* what it cannot name, such as the batch.
 #
-# One of the tutorials that this course grew from trains a small image classifier, for 150 × 150 pixels in three colours.
+# Here is an image classifier of a tutorial that this course grew from.
 #
 # **Predict.** From a batch of 1 to a batch of 8: what happens to parameters, gradients, optimizer state, activations?
 
@@ -265,13 +265,13 @@ assert all(between[1][kind] == between[8][kind] for kind in kinds[:3])
 assert between[8]["activations"] == 0  # left after the step
 
 # %% [markdown]
-# Only activations grow with the batch, and after the step none is left. The rest is a fixed price.
+# Only activations, weighed after forward, grow with the batch. The rest, weighed after the step, is a fixed price; by then no activation is left.
 #
 # ### Who keeps what?
 #
-# Autograd calls a hook for every tensor that it keeps for backward.
+# Autograd calls a hook for every tensor that it keeps.
 #
-# **Predict.** The first three layers, convolution, ReLU and pooling, each return a new tensor. Which of these does autograd keep?
+# **Predict.** Convolution, ReLU and pooling each return a new tensor. Which of these does autograd keep?
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -297,7 +297,7 @@ with saved_tensors_hooks(show, lambda tensor: tensor):
         y = layer(y)
 
 # %% [markdown]
-# The convolution needs its input and its weight. ReLU needs its own result. The pooling needs its input, which is ReLU's result once more, and the places of the winners, in whole numbers of 8 bytes. The convolution's result is needed by nobody, and it is gone: what layers return is not what training keeps. Does the meter, which goes by other rules, come to the same sum for the whole model?
+# The convolution needs its input and its weight. ReLU needs its own result. The pooling needs its input, which is ReLU's result once more, and the places of the winners, in whole numbers of 8 bytes. The convolution's result is needed by nobody, and gone: what layers return is not what training keeps. Does the meter, by its own rules, come to the same sum?
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -316,12 +316,13 @@ del y  # it keeps the graph of the cell above
 with memory.meter(cnn, x) as meter, saved_tensors_hooks(note, lambda tensor: tensor):
     loss = cnn(x).square().mean()
     activations = meter.by_kind()["activations"]
-share = sum(kept.values()) / activations
-print(f"kept by autograd, as a share of the meter's activations: {share:.3f}")
+print(
+    "the meter's activations, less what autograd keeps:", activations - sum(kept.values()), "bytes"
+)
 del loss
 
 # %% [markdown]
-# They agree (but for the loss itself, 4 bytes).
+# They agree, but for the loss itself. (What is computed from the batch alone, such as a normalised input, the meter files under *other*.)
 #
 # ### Two steps, moment by moment
 #
@@ -359,13 +360,13 @@ for name, peak in peaks.items():
 assert peaks["backward 2"] > peaks["backward 1"]
 
 # %% [markdown]
-# In forward, activations climb. In backward they fall, while gradients rise; the gradients of activations come and go (*other*, on top of the batch). In its step Adam makes its state, and some temporary tensors. The second step climbs on top of that state: a program may run out of memory in its second step only.
+# In forward, activations climb. In backward they fall, while gradients rise; the gradients of activations come and go (*other*, on top of the batch). In its step Adam makes its state, and temporary tensors. The second step climbs on top of that state: a program may run out of memory only there. (The meter files the temporaries under optimizer state; a fresh weight gradient is *other* until it is stored.)
 #
-# So every step has **two peaks**: one in backward, which grows with the batch, and one in the optimizer, which does not. With a small batch and many parameters the second is higher: four times the parameters, and Adam's temporary tensors.
+# So every step has **two peaks**: one in backward, which grows with the batch, and one in the optimizer, which does not. With a small batch and many parameters the second is higher: four times the parameters, and Adam's temporaries. On a CPU these are twice the largest parameter tensor: here half as much again.
 #
 # ## Round 3: summaries, and shape errors before training
 #
-# Notes of a bootcamp that this course grew from recommend `torchsummary` against shape errors. It lets two random samples run and prints a line for each layer. Here it looks at an **auto-encoder**, which squeezes an image and draws it again. (Its "MB" are MiB.)
+# Notes of a bootcamp that this course grew from recommend `torchsummary` against shape errors. It lets two random samples run and prints a line for each layer. Here it looks at an **auto-encoder**, which squeezes an image and draws it again. ("MB" is MiB.)
 
 
 # %%
@@ -384,7 +385,7 @@ def make_autoencoder():
 torchsummary.summary(make_autoencoder(), (3, 80, 80), device=device)
 
 # %% [markdown]
-# The last shape is that of the image, as it must be. The total size has no gradients in it, and no optimizer: read shapes from this table, not memory.
+# The last shape is that of the image, as it must be. The total size counts every layer's output twice ("for gradients"), but has no gradients of parameters and no optimizer state: read shapes from this table, not memory.
 #
 # Now the CNN, with the classic mistake where the first `Linear` begins. Somebody counted as if every 3 × 3 convolution kept the size, and wrote 9 · 9 · 128.
 #
@@ -420,7 +421,7 @@ print("the part before the broken layer:")
 print("\n".join(printed(broken[:14], (3, 150, 150))[14:17]))
 
 # %% [markdown]
-# Both find the error before any training. `torchsummary` passes PyTorch's message on, which names no layer, and prints no table. `torchinfo`, the tool of today, names the layers that ran (PyTorch's message stands above it in the traceback). The part before the broken layer runs, and its summary has the right number: 7 · 7 · 128.
+# Both, and before any training: 6272 stands in the message; the summary shows that it is 7 · 7 · 128. `torchsummary` passes PyTorch's message on, which names no layer. `torchinfo`, the tool of today, names the layers that ran.
 #
 # ### Where the summary is wrong
 #
@@ -466,13 +467,13 @@ for name, (model, shape) in cases.items():
     print(f"{name:20}{true:6}{info.total_params:11}   {old}")
 
 # %% [markdown]
-# A shared layer counts twice, a bare parameter not at all, and a layer that returns more than one tensor ends in an error that speaks of a tuple, not of your model. `torchinfo` counts right, and so does `sum(p.numel() for p in model.parameters())`.
+# A shared layer counts twice, a bare parameter not at all, and a nested tuple, as an LSTM returns it, ends in an error that does not speak of your model. `torchinfo` counts right, and so does `sum(p.numel() for p in model.parameters())`.
 #
 # ## Round 4: tensors are not the process
 #
-# Your system monitor shows another number: the **resident set size** (RSS), the memory that the system has really given to the process. Here a fresh process reads both at the same moments.
+# Your system monitor shows another number: the **resident set size** (RSS), the memory that the system has really given to the process. Here a fresh process reads both.
 #
-# **Predict.** `torch.empty` makes a tensor of 256 MiB and writes nothing into it. What do the meter and the system say? What do they say after 20 000 small tensors were made and deleted?
+# **Predict.** `torch.empty` makes a tensor of 256 MiB and writes nothing into it. What do the meter and the system say? And after 20 000 small tensors were made and deleted?
 
 
 # %%
@@ -520,16 +521,16 @@ assert counted["empty, 256 MiB"] == 256 * MiB and counted["deleted again"] == 0
 #
 # 1. **Code.** Python, PyTorch and their libraries are in the process, and are no tensors.
 # 2. **Promises.** The system gives memory when it is first written, not when it is asked for.
-# 3. **Retention.** A very large block usually goes back to the system as soon as it is deleted. Smaller ones the C library may keep for the next request. How much depends on the system, and on what ran before.
-# 4. **Workspaces.** Kernels take memory for themselves, such as a reordered copy of a weight. No tensor looks at it.
+# 3. **Retention.** A very large block usually goes back to the system as soon as it is deleted. Smaller ones the C library may keep for the next request: part of the small tensors lie where the CNN's were. How much depends on the system.
+# 4. **Workspaces.** Kernels take memory for themselves, such as a reordered copy of a weight. No tensor looks at it, and no row of the table shows it alone.
 #
-# So a limit on tensors and a limit on the process are not the same number, and neither follows from the other. The course's meters count tensors, as CUDA's allocator does.
+# So a limit on tensors is not a limit on the process. On a CPU the course's meter counts tensors.
 #
 # ### On a GPU: allocated, reserved, driver
 #
-# There are three numbers on a GPU, for the same reasons. **Allocated**: tensors, in blocks of 512 bytes. **Reserved**: what PyTorch's caching allocator has taken from the driver and keeps for the next request; never less than allocated. **Driver**: what `nvidia-smi` shows, which adds the CUDA context, libraries, and other processes. "My GPU is full although I deleted everything" is usually a look at the third number, or the second. `memory.release()` gives blocks that are reserved and unused back to the driver.
+# There are three. **Allocated**: tensors, and workspaces that libraries take through PyTorch, in blocks of 512 bytes. **Reserved**: what PyTorch's caching allocator has taken from the driver and keeps for the next request; never less than allocated. **Driver**: what `nvidia-smi` shows, which adds the CUDA context, libraries, and other processes. "My GPU is full although I deleted everything" is usually a look at the third number, or the second. `memory.release()` gives blocks that are reserved and unused back to the driver.
 #
-# PyTorch's **memory snapshot** also records who asked for every block. Drop the file on [PyTorch's memory viewer](https://pytorch.org/memory_viz), which uploads nothing: it draws a timeline, with the line of your program behind every block.
+# PyTorch's **memory snapshot** also records who asked for every block. Drop the file on [PyTorch's memory viewer](https://pytorch.org/memory_viz), which uploads nothing and draws a timeline.
 
 # %%
 if device == "cuda":
@@ -582,7 +583,7 @@ def two_steps(make, shape, meter):
             meter.reset()
             adam.step()
     held = meter.by_kind() | {"activations": activations}
-    return held | {"peak in backward": peak, "peak in the optimizer": meter.peak}
+    return held | {"peak before the optimizer": peak, "peak in the optimizer": meter.peak}
 
 
 class Sequences(nn.Module):
@@ -598,13 +599,13 @@ for name, make, shape in [
     ("CNN", lambda: make_cnn("cpu"), (4, 3, 150, 150)),
     ("LSTM", Sequences, (32, 24, 16)),
 ]:
-    fake = two_steps(make, shape, memory.Fake(device="cpu"))["peak in backward"]
-    real = two_steps(make, shape, memory.Budget(device="cpu"))["peak in backward"]
+    fake = two_steps(make, shape, memory.Fake(device="cpu"))["peak before the optimizer"]
+    real = two_steps(make, shape, memory.Budget(device="cpu"))["peak before the optimizer"]
     print(f"{name:5} peak predicted {memory.size(fake):>9}, measured {memory.size(real):>9}")
     assert name != "CNN" or abs(fake / real - 1) < 0.01
 
 # %% [markdown]
-# If the LSTM's two numbers differ on your machine, this is why: PyTorch's LSTM kernel for some CPUs returns a workspace that backward needs, and its fake twin says that this has 0 bytes. A prediction is as good as what operations say of themselves. Make the tensors where they belong: `.to(...)` of a whole model fails under it.
+# If the LSTM's two numbers differ: PyTorch's LSTM kernel for some CPUs returns a workspace that backward needs, and its fake twin says that it has 0 bytes. A prediction is as good as what operations say of themselves.
 #
 # Now a transformer with about 6.4 billion parameters: 32 blocks, 4096 wide. One sample of 2048 tokens, Adam, float32.
 #
@@ -620,18 +621,20 @@ def make_giant():
 
 
 giant = two_steps(make_giant, (1, 2048, 4096), memory.Fake(device="cpu"))
-for kind in [*kinds, "peak in backward", "peak in the optimizer"]:
-    print(f"{kind:24}{giant[kind] / GiB:8.1f} GiB")
+for kind in [*kinds, "peak before the optimizer", "peak in the optimizer"]:
+    print(f"{kind:26}{giant[kind] / GiB:8.1f} GiB")
 
 # %%
-need = max(giant["peak in backward"], giant["peak in the optimizer"])
+need = max(giant["peak before the optimizer"], giant["peak in the optimizer"])
 for has in (machine.cpu, *machine.gpus):
     if has.total_memory:  # None where it is not known
         print(f"memory of {has.name}: {memory.size(has.total_memory)}, ", end="")
         print(f"and the model needs {need / has.total_memory:.1f} times that")
 
 # %% [markdown]
-# The four kinds are not all there at once: in backward, activations make room while gradients come. So each peak is just above four times the parameters. Lesson 09 divides such a model among devices, and lesson 17 makes it smaller.
+# The four kinds are not all there at once: in backward, activations make room while gradients come. So each peak is just above four times the parameters. With `Adam(..., foreach=True)`, the default on a GPU, the last number is 120.1 GiB: temporaries as large as all parameters. Lesson 17 makes such a model smaller.
+#
+# Under `memory.Fake`, make tensors where they belong: `.to(...)` of a whole model ends in `_apply(): Couldn't swap Linear.weight`.
 #
 # ## Round 6: two devices, twice the price
 #
@@ -688,9 +691,9 @@ for kind in alone:
     print(f"{kind:18}" + "".join(f"{size / MiB:8.2f} MiB" for size in sizes) + f"   {ratio}")
 
 # %% [markdown]
-# Activations are divided, and everything else is there twice: data parallel training does not help a model that does not fit. (Lesson 09 divides the model too.)
+# Activations are divided, everything else is there twice: data parallel training does not help a model that does not fit. (Lesson 09 divides the model too.)
 #
-# And each rank has something under *other* that one device has not. These are DDP's **buckets**, in which gradients are averaged over the ranks. `gradient_as_bucket_view=True` makes the gradients views of the buckets. You know from the first section what a view costs.
+# What each rank has under *other* are DDP's **buckets**, in which gradients are averaged. `gradient_as_bucket_view=True` makes the gradients views of the buckets. You know from the first section what a view costs.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -699,7 +702,7 @@ for name in ("DDP", "DDP, bucket views"):
     print(f"{name:18} other, in units of the gradients: {run['other'] / run['gradients']:.2f}")
 
 # %% [markdown]
-# Buckets cost the gradients once more. With views that price is gone.
+# Buckets cost the gradients once more. With views that price is gone, but `zero_grad` no longer frees the gradients: the buckets stay.
 #
 # ## Break it on purpose: two small lists
 #
@@ -742,11 +745,11 @@ for collect in (a_corner, a_corner_mended, an_output, an_output_mended):
     print(f"{collect.__name__:18} leaves per step, in MiB: {left_behind(collect)}")
 
 # %% [markdown]
-# One number kept a whole output alive: a slice keeps its storage, and `.clone()` gives it one of its own. An output kept its graph, with all activations. `.detach()` cuts the graph, and what is left is the output itself, which this list is for. (The meter still files it under activations, because of how it was made.) Between two steps, nothing may grow that you do not keep on purpose. Lesson 15 has more such programs.
+# One number kept a whole output alive: a slice keeps its storage, and `.clone()` gives it one of its own. An output kept its graph, with all activations. `.detach()` leaves the output itself, which this list is for. (The meter still files it under activations.) Between two steps, nothing may grow that you do not keep on purpose. Lesson 15 has more such programs.
 #
 # ## What a real GPU does differently
 #
-# It has a caching allocator, a context, and memory of its own that can be full while the machine has plenty. It picks other kernels, with other temporaries, rounds each block up to 512 bytes, and lets Adam work on all parameters at once, which takes larger temporaries.
+# It has a caching allocator, a context, and memory of its own. It picks other kernels, with other temporaries, and gives Adam temporaries of once all parameters, instead of twice the largest tensor.
 #
 # ## Then → now
 #
@@ -762,7 +765,7 @@ for collect in (a_corner, a_corner_mended, an_output, an_output_mended):
 #
 # ## Recap
 #
-# Parameters, gradients and optimizer state are a fixed price, of four times the parameters with Adam, and a little more while it steps. Activations grow with the batch, and are what autograd keeps, not what layers return. A summary finds shape errors; what training takes you weigh, or predict with a fake run.
+# Parameters, gradients and optimizer state are a fixed price: with Adam four times the parameters, plus its temporaries (on a CPU twice the largest parameter tensor: much for the CNN, almost nothing in Round 5). Activations grow with the batch, and are what autograd keeps, not what layers return. A summary finds shape errors; what training takes you weigh, or predict with a fake run.
 #
 # 1. The parameters of a model take 400 MiB in float32, a quarter of them is frozen. How much do gradients and Adam's state take?
 # 2. Two ranks train it with DDP, without bucket views. How much has each of them, activations apart?
