@@ -450,7 +450,7 @@ sessions = {
     "a result is shown": [MAKE, "x", "del x", "gc.collect()", "%reset -f out"],
     "with a semicolon": [MAKE, "x;", "del x"],
     "%xdel": [MAKE, "x", "%xdel x"],
-    "an error": [FAIL, "step()", "gc.collect()", "sys.last_value = sys.last_exc = None",
+    "an error": [FAIL, "step()", "gc.collect()", "sys.last_value = sys.last_traceback = sys.last_exc = None",
                  "gc.collect()", "1 / 0", "gc.collect()"],
 }  # fmt: skip
 (typed,) = launch(notebooks, 1, *sessions.values())
@@ -464,7 +464,7 @@ assert shown[3] > 0 and hidden[2] == xdel[2] == 0, "what is said below is no lon
 assert failed[2] > 0 and failed[-1] == 0, "what is said below is no longer true"
 
 # %% [markdown]
-# So in a notebook: show `x.shape`, not `x`, or end the line with `;`. `%xdel x` deletes a name with all that IPython keeps for it. After an out-of-memory error the failed step is still in memory, so your second try starts with less than the first. The usual advice, to empty `Out` or to set `sys.last_value` to nothing, may free nothing, as above: this IPython keeps the result as `__` in a list of names that it hides (`user_ns_hidden`). Raise a small new error and collect; if that fails too, restart the kernel.
+# So in a notebook: show `x.shape`, not `x`, or end the line with `;`. `%xdel x` deletes a name with all that IPython keeps for it. After an out-of-memory error the failed step is still in memory, so your second try starts with less than the first. The usual advice, to empty `Out` or to set `sys.last_value` to nothing, may free nothing, as above: this IPython keeps the result as `__` too, in a list of names that it hides (`user_ns_hidden`), and the traceback in the object that prints errors (`InteractiveTB.tb`). Raise a small new error and collect; if that fails too, restart the kernel.
 #
 # ## Cause 8: forward and backward fit, the optimizer's step does not
 #
@@ -747,7 +747,7 @@ for rank, sums in enumerate(skipped):
 assert skipped[0][1] == 2 + 30 and skipped[0][2] == 3 + 40
 
 # %% [markdown]
-# **No error, and wrong from then on.** 32 is rank 0's step 2 plus rank 1's step 3; 43 is 3 and 40. An all-reduce does not know of steps: it pairs the next call of each rank with the next call of the other. Both ranks got the same wrong sums, so even their parameters stay equal. Only the last call of rank 0 finds no partner, and waits for a deadline: 3 s here, 10 minutes by default in NCCL. In a long epoch that comes long after the harm. And the two others?
+# **Wrong from step 2 on, and no error until the end.** 32 is rank 0's step 2 plus rank 1's step 3; 43 is 3 and 40. An all-reduce does not know of steps: it pairs the next call of each rank with the next call of the other. Both ranks got the same wrong sums, so even their parameters stay equal. Only the last call of rank 0 finds no partner, and waits for a deadline: 3 s here, 10 minutes by default in NCCL. In a long epoch that comes long after the harm. And the two others?
 
 # %%
 for when_full in ["raise", "be killed"]:
@@ -759,7 +759,7 @@ for when_full in ["raise", "be killed"]:
         raise AssertionError(f"{when_full}: no error came")
 
 # %% [markdown]
-# These two end, and `launch` names the rank that was full, because it watches all of them. Rank 0 itself never sees the error of rank 1, only a connection that closes. **If a collective fails, read what the *other* ranks said before.**
+# These two end, and `launch` names the rank that was full, because it watches all of them. Rank 0 alone knows only that a collective failed. **If a collective fails, read what the *other* ranks said before.**
 #
 # ## The remedy: vote before the collective
 #
