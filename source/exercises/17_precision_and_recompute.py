@@ -101,7 +101,7 @@ check("17-loss-scaling")
 # - the inputs of the first layers of all segments, which stay for the whole step;
 # - the inputs of the other layers of *one* segment, the most expensive one.
 #
-# `starts` is a list with the number of each segment's first layer, counted from 0: it begins with 0 and rises. Four layers of 10 MiB with `starts = [0, 2]` keep 20 MiB and recompute 10 MiB more at a time: a peak of 30 MiB, where 40 would be needed without segments.
+# `starts` is a list with the number of each segment's first layer, counted from 0: it begins with 0 and rises. Four layers of 10 MiB with `starts = [0, 2]` keep 20 MiB and recompute 10 MiB more at a time: a peak of 30 MiB, where 40 would be needed without segments. (For n equal layers in k equal segments this rule gives k + n/k − 1; the lesson's k + n/k also counts the output of the segment's last layer.)
 #
 # 1. `peak_memory(sizes, starts)` returns the peak in MiB.
 # 2. `choose_segments(sizes)` returns the starts with the lowest peak; where several are lowest, any of them. There are 1 to 11 layers.

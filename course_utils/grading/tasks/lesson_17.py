@@ -54,14 +54,14 @@ def _scaling_run(student, inputs: list) -> list:
         calls = []
 
         def backward(factor, case=case, calls=calls):
-            calls.append(1)
+            calls.append(factor)
             if len(calls) > 100:
                 raise RuntimeError("backward was called more than 100 times in one step")
             grads = [half(grad * factor) for grad in case["grads"]]
             return [*grads[:-1], float("nan")] if case["poison"] else grads
 
         state = case["scale"], case["good_steps"], case["interval"]
-        answers.append({"step": student.scaled_step(backward, *state), "calls": len(calls)})
+        answers.append({"step": student.scaled_step(backward, *state), "factors": calls})
     return answers
 
 
@@ -87,6 +87,7 @@ def _scaling_expected(inputs: list) -> list:
 
 _SCALING_POINTS = {
     "shape": "",  # no finding of its own: it is told in whatever comes first
+    "factor": "",  # neither
     "units": "gradients come back in their own units, also small ones",
     "skip": "a step with infinity or NaN is skipped, and no other",
     "back": "after a skipped step the scale is halved, and the good steps start anew",
@@ -118,8 +119,11 @@ def _scaling_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             continue
         grads, scale, good = step
         kind = "a NaN" if case["poison"] else "an infinity"
-        if item(item(got, number), "calls") != 1:
+        factors = item(item(got, number), "factors")
+        if not is_list(factors, 1):
             note("units", "`backward` was not called exactly once in each step")
+        elif not close(factors[0], case["scale"]):
+            note("factor", "the loss was not multiplied by the scale; the rest depends on this")
         if want["grads"] is None:
             if grads is not None:
                 note("skip", f"among the gradients is {kind}, and yet they came back")
@@ -140,6 +144,9 @@ def _scaling_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         elif type(good) is not int or good != want["good_steps"]:
             note("grow", f"after {when} the number of good steps is wrong")
     points = {"units": 2, "skip": 1, "back": 1, "grow": 1}
+    if why["factor"] and not why["shape"]:  # one mistake, one line: not what follows from it
+        why["units"] = why["factor"]
+        points["units"] += sum(points.pop(key) for key in ("skip", "back", "grow") if why[key])
     return [
         Finding(_SCALING_POINTS[key], value, why["shape"] or why[key])
         for key, value in points.items()
