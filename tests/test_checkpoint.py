@@ -1,5 +1,5 @@
-"""`checkpoint`: a run that is really killed, at every step and at every line of a save, goes on
-bitwise as if it had not been. Each run is a process of its own (or two), and kill is SIGKILL."""
+"""`checkpoint`: a run that is really killed, at every step and at every second line of a save, goes
+on bitwise as if it had not been. Each run is a process of its own (or two), and kill is SIGKILL."""
 
 import contextlib
 import importlib.util
