@@ -450,8 +450,9 @@ sessions = {
     "a result is shown": [MAKE, "x", "del x", "gc.collect()", "%reset -f out"],
     "with a semicolon": [MAKE, "x;", "del x"],
     "%xdel": [MAKE, "x", "%xdel x"],
-    "an error": [FAIL, "step()", "gc.collect()", "sys.last_value = sys.last_traceback = sys.last_exc = None",
-                 "gc.collect()", "1 / 0", "gc.collect()"],
+    "an error": [FAIL, "step()", "gc.collect()",
+                 "sys.last_value = sys.last_traceback = sys.last_exc = None", "gc.collect()",
+                 "1 / 0", "gc.collect()"],
 }  # fmt: skip
 (typed,) = launch(notebooks, 1, *sessions.values())
 for (name, cells), readings in zip(sessions.items(), typed, strict=True):
