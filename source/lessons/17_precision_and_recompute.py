@@ -433,7 +433,7 @@ plots.show(
 )
 
 # %% [markdown]
-# Without a scale nothing fails: no error, no NaN, a loss that stays where it is. That is how you meet it in practice, and the learning rate gets the blame. The test is one look: count the gradients that are exactly 0, and compare with float32, as in the table above. With a fixed scale that is too large every step is skipped; GradScaler loses the first few and then learns like float32. bfloat16 has float32's exponent and needs none of this, and float16 does not always: with a weight of 1/100 it learns without a scale. The edge moves during training, so use the scaler.
+# Without a scale nothing fails: no error, no NaN, a loss that stays where it is. That is how you meet it in practice, and the learning rate gets the blame. The test is one look: count the gradients that are exactly 0, and compare with float32, as in the table above. With a fixed scale that is too large every step is skipped; GradScaler loses the first few and then learns like float32. bfloat16 has float32's exponent and needs none of this, and float16 does not always: with a weight of 1/100 it learns without a scale. But gradients shrink during training, so use the scaler.
 #
 # ## Native or emulated: the case of the T4
 #
