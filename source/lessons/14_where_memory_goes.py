@@ -632,7 +632,7 @@ for has in (machine.cpu, *machine.gpus):
         print(f"and the model needs {need / has.total_memory:.1f} times that")
 
 # %% [markdown]
-# The four kinds are not all there at once: in backward, activations make room while gradients come. So each peak is just above four times the parameters. With `Adam(..., foreach=True)`, the default on a GPU, the last number is 120.1 GiB: temporaries as large as all parameters. Lesson 17 makes such a model smaller.
+# The four kinds are not all there at once: in backward, activations make room while gradients come. So each peak is just above four times the parameters. With `Adam(..., foreach=True)`, the default on a GPU, the last number is about a quarter larger: its temporaries are as large as all parameters (try it). Lesson 17 makes such a model smaller.
 #
 # Under `memory.Fake`, make tensors where they belong: `.to(...)` of a whole model ends in `_apply(): Couldn't swap Linear.weight`.
 #
