@@ -93,16 +93,16 @@ class BatchSize:
         through = lines(self.trials)
         sizes = sorted({max(1, round(1.05 * last * i / 60)) for i in range(61)} | {last})
         curve = [predict(through, n) / memory.MiB for n in sizes]
-        axes.plot(sizes, curve, "-", marker="", label="prediction of the highest peak")
+        axes.plot(sizes, curve, "k-", marker="", lw=1, label="prediction of the highest peak")
         ran = [t.batch_size for t in good]
         compute = [max(t.phases["forward"], t.phases["backward"]) / memory.MiB for t in good]
-        axes.plot(ran, compute, "o", linestyle="none", label="measured: forward, backward")
+        axes.plot(ran, compute, "C0o", linestyle="none", label="measured: forward, backward")
         step = [t.phases["step"] / memory.MiB for t in good]
-        axes.plot(ran, step, "s", linestyle="none", label="measured: optimizer's step")
+        axes.plot(ran, step, "C1s", linestyle="none", label="measured: optimizer's step")
         if bad:
             at = [t.batch_size for t in bad]
             limit = self.limit * (1 - self.headroom) / memory.MiB
-            axes.plot(at, [limit] * len(at), "X", linestyle="none", label="out of memory")
+            axes.plot(at, [limit] * len(at), "C3X", linestyle="none", label="out of memory")
         axes.axhline(self.limit / memory.MiB, color="black", ls="--", marker="", label="limit")
         axes.set(xlabel="batch size (samples)", ylabel="memory at the peak (MiB)", ylim=(0, None))
         axes.set_title(f"{self.batch_size} samples fit, found in {len(self.trials)} trials")

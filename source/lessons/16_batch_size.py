@@ -19,7 +19,7 @@
 # %% [markdown]
 # # The largest batch that fits
 #
-# After this lesson you can find the largest batch that fits into your memory in at most six trials, tell why most tools need more and leave memory unused, and train on when memory runs out in the middle of an epoch, without losing a sample.
+# After this lesson you can find the largest batch that fits into your memory in at most six trials, say why other tools may need many trials or leave memory unused, and train on when memory runs out in the middle of an epoch, without losing a sample.
 #
 # | | |
 # |---|---|
@@ -33,7 +33,6 @@
 import importlib
 import json
 import logging
-import statistics
 import sys
 import tempfile
 import time
@@ -114,14 +113,14 @@ def two_steps(model, optimizer, n):
 
 LIMIT = GiB if torch.cuda.is_available() else 32 * MiB
 torch.set_num_threads(1)  # here one core is one device
-TOO_LARGE, START = (1024, 2048) if LIMIT < GiB else (12288, 16384)  # samples
+TOO_LARGE, START = (500, 2048) if LIMIT < GiB else (12288, 16384)  # samples
 print("limit:", memory.size(LIMIT))
 print("parameters:", memory.size(memory.kinds(make_model())["parameters"]))
 
 # %% [markdown]
 # ## A cure from 2021, and why it leaks
 #
-# Notes of a bootcamp that this course grew from have a cure for running out of memory: try the whole batch; when it fails, train on each sample alone. The printed code has a syntax error, so it never ran as printed. Here is its shape in our words:
+# Notes of a bootcamp that this course grew from have a cure for running out of memory: try the whole batch; when it fails, train on each sample alone. Its shape in our words (the printed code has a syntax error):
 #
 # ```python
 # try:
@@ -131,42 +130,45 @@ print("parameters:", memory.size(memory.kinds(make_model())["parameters"]))
 #         train_step(sample)    # still inside the handler
 # ```
 #
-# Three things are wrong with it. `RuntimeError` is also what a wrong shape raises; PyTorch has `torch.OutOfMemoryError` for this. A batch of 100 becomes 100 steps instead of one, so another model is trained. And the retry runs *inside* the handler.
+# Three things are wrong with it. `RuntimeError` is also what a wrong shape raises; a GPU that runs out raises `torch.OutOfMemoryError`, and so does the budget. (A core that really runs out raises a plain `RuntimeError`; `memory.is_oom` knows both.) A batch of 100 becomes 100 steps instead of one, so another model is trained. And the retry runs *inside* the handler.
 #
-# **Predict.** A batch that is too large has just failed. How much of the limit is in use before the step, inside `except`, and after it?
+# **Predict.** A batch that is too large has just failed. How much of the limit is in use before the step, inside `except`, after it, and after `zero_grad()`?
 
 
 # %%
 # NBVAL_CHECK_OUTPUT
 def where_it_is(n):
-    """Bytes in use before the step, inside the handler, and after it."""
+    """Bytes in use before the step, inside the handler, after it, after zero_grad; the message."""
     model, optimizer = fresh()
     with memory.meter(model, optimizer, limit=LIMIT) as meter:
         batch = make_batch(n)
         before = meter.live
         try:
             train_step(model, optimizer, batch)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             memory.release()  # gc.collect() and empty_cache(): do they help in here?
-            inside = meter.live
+            inside, message = meter.live, str(error)
         else:
             raise AssertionError("the batch was to be too large")
-        optimizer.zero_grad()  # the failed backward may have left some gradients
-        return before, inside, meter.live
+        after = meter.live
+        optimizer.zero_grad()
+        return before, inside, after, meter.live, message
 
 
-before, inside, after = where_it_is(TOO_LARGE)
+before, inside, after, cleared, message = where_it_is(TOO_LARGE)
 print("inside the handler more than half of the limit is still in use:", inside > LIMIT / 2)
-print("after it everything that the step made is free:", after == before)
+print("after zero_grad() everything that the step made is free:", cleared == before)
 
 # %%
-for name, live in {"before the step": before, "inside except": inside, "after it": after}.items():
+names = "before the step", "inside except", "after except", "after zero_grad"
+for name, live in zip(names, (before, inside, after, cleared), strict=True):
     print(f"{name:16} {memory.size(live):>9}  ({live / LIMIT:.0%} of the limit)")
+print(message)
 
 # %% [markdown]
-# An exception carries its **traceback**: the frames of all functions that it came through, with their variables. While the handler runs, Python holds the exception, and the frames hold the activations. Neither `gc.collect()` nor `empty_cache()` frees what is still in use: the cell called both before it measured. When the `except` block ends, Python drops the exception, and everything is free.
+# An exception carries its **traceback**: the frames of all functions that it came through, with their variables. While the handler runs, the frames hold the activations. Neither `gc.collect()` nor `empty_cache()` frees what is still in use: the cell called both before it measured. When the `except` block ends, Python drops the exception, and the activations are free; gradients that a failed backward left go with `zero_grad()`.
 #
-# So the mended form notes inside the handler *that* it failed, and tries again after it. Two functions that halve until it fits, one inside the handler, one outside:
+# So note inside the handler *that* it failed, and try again after it. Two functions that halve until it fits, inside the handler and outside:
 
 
 # %%
@@ -198,11 +200,11 @@ for retry in (retry_inside, retry_outside):
 assert reached["retry_inside"] < reached["retry_outside"]
 
 # %% [markdown]
-# The same limit, the same halving. Inside the handlers nothing of a failed try is free, so each try has less to work with than the last. PyTorch's developers [call this expected](https://github.com/pytorch/pytorch/issues/27600): the exception holds on to the frame.
+# Inside the handlers nothing of a failed try is free, so each try has less to work with than the last. PyTorch's developers [call this expected](https://github.com/pytorch/pytorch/issues/27600): the exception holds on to the frame.
 #
 # ## Halving: how many tries, and how much is left unused
 #
-# How good is what halving finds? For that you need the truth: the largest batch that fits, by **bisection**: try the middle between one that fits and one that does not. It takes a dozen tries and is exact.
+# How good is that? The largest batch that fits you get by **bisection**: try the middle between one that fits and one that does not. It takes a dozen tries and is exact.
 
 
 # %%
@@ -231,7 +233,7 @@ print(f"halving from {START} ends at {reached['retry_outside']}:", end=" ")
 print(f"{reached['retry_outside'] / truth:.0%} of it")
 
 # %% [markdown]
-# Where between 50 % and 100 % halving ends is luck. Shrinking in smaller steps leaves less unused, and takes longer.
+# Where between 50 % and 100 % halving ends is luck. Smaller steps leave less unused, and take longer.
 #
 # **Predict.** From 4096 down to 8, halving takes 10 tries. How many does shrinking by a tenth take?
 
@@ -239,20 +241,15 @@ print(f"{reached['retry_outside'] / truth:.0%} of it")
 # %%
 # NBVAL_CHECK_OUTPUT
 def shrink(factor, start, largest):
-    """How many tries, and which share of the largest is reached."""
+    """How many tries until a size fits."""
     size, tries = start, 1
     while size > largest:
         size, tries = int(size * factor), tries + 1
-    return tries, size / largest
+    return tries
 
 
-print("from 4096, for every largest size between 8 and 4096:")
-for factor in (0.5, 0.9):
-    tries, shares = zip(*(shrink(factor, 4096, n) for n in range(8, 4097)), strict=True)
-    print(f"  times {factor}: at most {max(tries)} tries, ", end="")
-    print(
-        f"reaches {min(shares):.0%} to {max(shares):.0%}, {statistics.mean(shares):.0%} on average"
-    )
+halves, tenths = shrink(0.5, 4096, 8), shrink(0.9, 4096, 8)
+print(f"from 4096 down to 8: by halves {halves} tries, by tenths {tenths}")
 
 # %% [markdown]
 # ## One forward is not a probe
@@ -337,13 +334,13 @@ print("moved with lr = 0:", weight.item() != kept)
 print("but the optimizer has counted its steps:", int(optimizer.state[weight]["step"]))
 
 # %% [markdown]
-# A learning rate of 0 is not enough either: Adam's averages and its count of steps have changed, and so may BatchNorm's statistics, the random numbers, and the gradients. A probe must copy all of that and put it back, also when it ends in an error. The probes by hand on this page make a fresh model each time instead.
+# A learning rate of 0 is not enough either: Adam's averages and its count of steps have changed, and so may BatchNorm's statistics, the random numbers, and the gradients. A probe must leave all of that as it was, also when it ends in an error. The probes by hand on this page make a fresh model each time instead.
 #
 # ## The line through two peaks
 #
 # Now measure phases apart, for growing batches.
 #
-# **Predict.** Which of the three peaks grows with the batch? Draw the three lines before you run the cell.
+# **Predict.** Two peaks: that of forward and backward, and that of the optimizer's step. Which grows with the batch? Draw the two lines before you run the cell.
 
 # %%
 SIZES = [1, 16, 32, 64, 128, 256, 384]
@@ -373,10 +370,15 @@ farthest = max(compute[n] / (intercept + slope * n) - 1 for n in SIZES)
 bend = (flat - intercept) / (slope - rise)  # where the two lines cross
 
 fig, ax = plt.subplots()
-ax.plot(SIZES, list(compute.values()), ls="none", label="forward and backward")
-ax.plot(SIZES, list(stepping.values()), ls="none", label="optimizer's step")
+ax.plot(SIZES, list(compute.values()), "C0o", label="forward and backward")
+ax.plot(SIZES, list(stepping.values()), "C1s", label="optimizer's step")
 ends = [0, predicted]
-ax.plot(ends, [intercept + slope * n for n in ends], marker="", label="line through two points")
+ax.plot(
+    ends, [intercept + slope * n for n in ends], "C0-", marker="", label="line through two points"
+)
+corners = [0, bend, predicted]
+highest = [max(intercept + slope * n, flat + rise * n) for n in corners]
+ax.plot(corners, highest, "k-", marker="", lw=1, label="highest peak of a step")
 ring = {"ms": 13, "mfc": "none", "mec": "black", "marker": "o", "ls": "none"}
 ax.plot(two, [compute[n] for n in two], **ring, label="these two")
 ax.axhline(LIMIT / MiB, color="black", linestyle="--", marker="")
@@ -384,23 +386,23 @@ ax.text(0, LIMIT / MiB * 1.02, "limit")
 ax.axvline(predicted, color="black", linestyle=":", marker="")
 ax.text(predicted * 0.985, LIMIT / MiB * 0.03, f"{predicted} samples", ha="right")
 place = (bend, intercept + slope * bend)
-ax.annotate("the bend", place, (bend, 2 * place[1]), arrowprops={"arrowstyle": "->"})
+ax.annotate("its bend", place, (1.2 * bend, place[1] / 2), arrowprops={"arrowstyle": "->"})
 ax.set(xlabel="batch size (samples)", ylabel="peak (MiB)", ylim=(0, LIMIT / MiB * 1.15))
 ax.set_title("Two batches predict the largest: the line meets the limit")
-ax.legend(loc="lower right", bbox_to_anchor=(0.93, 0.07))
+ax.legend(loc="upper left", bbox_to_anchor=(0.02, 0.86))
 plots.show(
     fig,
     name="the-line-through-two-peaks",
     alt="Peak memory against batch size. Forward and backward lie on a straight line that rises "
-    f"and meets the limit at {predicted} samples; the peak of the optimizer's step is flat.",
+    f"and meets the limit at {predicted} samples; the peak of the optimizer's step rises "
+    f"slowly. The higher of the two bends at {bend:.0f} samples.",
 )
 print(f"predicted from {two[0]} and {two[1]} samples: {predicted}; by bisection: {truth}")
 print(f"largest deviation of a point from the line: {farthest:.1%}")
 print(f"per sample: forward and backward {slope:.4f} MiB, optimizer's step {rise:.4f} MiB")
-print(f"the larger of the two peaks bends at about {bend:.0f} samples")
 
 # %% [markdown]
-# The peak of forward and backward lies on a line: parameters, gradients and optimizer state, plus the same bytes for each sample. The optimizer's step is almost flat: all that it sees of the batch is that its images are in memory too. Whoever measures only one number, the highest peak of a step, sees a flat line until the bend and learns nothing from small batches. Measured apart, two small batches are enough. (Other models have bends of their own: a library may change to an algorithm that needs more memory from some size on. So a prediction has to be verified.)
+# The peak of forward and backward lies on a line: parameters, gradients and optimizer state, plus the same bytes for each sample. The optimizer's step is almost flat: all that it sees of the batch is that its images are in memory too. Whoever measures only the highest peak of a step sees an almost flat line until the bend, and learns nothing from small batches. Measured apart, two are enough. (Other models have bends of their own: a library may change to an algorithm that needs more memory from some size on. So a prediction has to be verified.)
 #
 # ## Build the prober: predict, then verify
 #
@@ -413,8 +415,8 @@ def by_hand(limit, a=32, b=64):
     peaks = {n: peaks_of_two_steps(n, limit)[3:] for n in (a, b)}  # raises if b does not fit
     tried = [(a, True), (b, True)]
     lines = [line_through(a, b, {n: peaks[n][phase] for n in peaks}) for phase in range(3)]
-    size = int(min((limit - intercept) / slope for intercept, slope in lines))
-    while True:
+    size = int(min((limit - start) / rise for start, rise in lines if rise > 0))
+    while size > b:
         try:
             peaks_of_two_steps(size, limit)
             tried.append((size, True))
@@ -422,27 +424,22 @@ def by_hand(limit, a=32, b=64):
         except torch.OutOfMemoryError:
             tried.append((size, False))
         size = int(0.95 * size)
+    return b, tried  # nothing larger has run
 
 
 size, tried = by_hand(LIMIT)
 print(f"found {size} in {len(tried)} trials, {size / truth:.1%} of the largest: {tried}")
 
 # %% [markdown]
-# `find_batch_size` is this, with what practice asks for. A line from tiny batches may mislead, so it goes there in stages: each new line is laid through the two largest sizes that ran. It takes at most six trials, puts back everything that a trial changes, and lets several ranks agree.
+# `find_batch_size` does this with a line for each allocation. It usually takes three trials; when the verification fails or falls short, it lays new lines through the two largest sizes that ran. After six trials it stops (`by_hand` has no such bound). It puts back everything that a trial changes, and lets several ranks agree.
 
 # %%
 model, optimizer = fresh()
 found = find_batch_size(model, optimizer, make_batch, loss_fn, limit=LIMIT)
 print(found)
-plots.show(
-    found.plot(),
-    name="trials-of-find-batch-size",
-    alt=f"Peak memory against batch size: {len(found.trials)} trials, the prediction through them "
-    f"and the limit. {found.batch_size} samples were found.",
-)
 
 # %% [markdown]
-# The second prediction is too high on purpose: one trial gives no slope, so all but parameters, gradients and optimizer state is taken to grow with the batch. From two trials on there are lines.
+# Trial 2's prediction is too high on purpose: from one trial there is no slope yet. `found.plot()` draws trials and lines.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -458,7 +455,7 @@ print("optimizer state as before:", len(optimizer.state) == 0)
 # %% [markdown]
 # ## The tools side by side
 #
-# Four tools, five methods, the same model, the same limit, in your notebook. accelerate shrinks by a tenth and toma halves, both from a size that you must guess (here the same for both). Lightning doubles from 2 (`power`), and may bisect after that (`binsearch`); each of its trials is three steps. A trial of the others is two steps. All of them take the budget's error for what it is: they look for words in its text, and these words are there.
+# Four tools, five methods, the same model, the same limit, in your notebook. accelerate shrinks by a tenth and toma halves, both from a size that you must guess (here the same for both). Lightning doubles from 2 (`power`), and may bisect after that (`binsearch`); each of its trials is three steps. A trial of the others is two steps. They know running out by words in the error's text; that is why the budget's message, printed in full above, ends as it does.
 #
 # **Predict.** Which method tries most often, and which may return a size that it never tried?
 
@@ -491,12 +488,8 @@ def ours(_):
     return found.batch_size
 
 
-# %% [markdown]
-# Lightning wants a model of its own kind, with a `batch_size` and a loader that depends on it:
-
-
-# %%
 def with_lightning(pl, mode):
+    # It wants a model of its own kind, with a batch_size and a loader that depends on it.
     class Module(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -562,28 +555,31 @@ for name, (package, _) in METHODS.items():
         f"  {known:>8}  {runs:>4}  {seconds:7.2f}"
     )
 fewer = START // 4
-by_tenths, by_halves = (shrink(factor, fewer, truth)[0] for factor in (0.9, 0.5))
+by_tenths, by_halves = (shrink(factor, fewer, truth) for factor in (0.9, 0.5))
 print(f"trials with a guess of {fewer} instead: accelerate {by_tenths}, toma {by_halves}")
 
 # %%
 fig, panels = plt.subplots(
     1, len(results), sharex=True, sharey=True, figsize=(9, 3.6), squeeze=False
 )
-for ax, (name, (_, tried, _)) in zip(panels[0], results.items(), strict=True):
+for ax, (name, (returned, tried, _)) in zip(panels[0], results.items(), strict=True):
     ax.plot(range(1, len(tried) + 1), [n for n, _ in tried], color="0.7", marker="", lw=1)
     for fitted, mark, label in ((True, "C0o", "fits"), (False, "C1x", "out of memory")):
         at = [trial for trial, each in enumerate(tried, 1) if each[1] == fitted]
         ax.plot(at, [tried[trial - 1][0] for trial in at], mark, ls="none", label=label)
+    ran = [trial for trial, each in enumerate(tried, 1) if each == [returned, True]]
+    ax.plot([*ran, len(tried) + 1][0], returned, **ring, label="returned")
     ax.axhline(truth, color="black", linestyle=":", marker="", label=f"largest that fits: {truth}")
     ax.set_title(name.replace(", ", "\n") + f"\n{len(tried)} trials", fontsize=10)
     ax.set_xlabel("trial")
     ax.set_xticks(range(0, max(len(tried) for _, tried, _ in results.values()) + 1, 5))
+    ax.set_xlim(0, max(len(tried) for _, tried, _ in results.values()) + 2.5)
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter("{x:.0f}")
 panels[0][0].set_ylabel("batch size tried (samples)")
 fewest = min(results, key=lambda name: len(results[name][1]))
 fig.suptitle(f"Fewest trials: {fewest}, where accelerate and toma begin at {START}", fontsize=12)
-fig.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+fig.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
 plots.show(
     fig,
     name="trials-of-five-methods",
@@ -591,11 +587,11 @@ plots.show(
     + ", ".join(
         f"{name} ({len(tried)} trials, returns {n})" for name, (n, tried, _) in results.items()
     )
-    + f". The largest that fits is {truth}.",
+    + f". The largest that fits is {truth}. A ring marks the size that is returned.",
 )
 
 # %% [markdown]
-# Halving and doubling try sizes that are a factor of two apart: what they leave unused is luck. accelerate comes close, in many trials, all but the last of them out of memory; a better guess spares it most of them. Lightning's bisection finds the answer, and then takes 5 % off as a [margin](https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html): so it may return a size that it never tried. accelerate and toma call a function and know of no model: whatever a trial changes in yours, you put back.
+# accelerate comes close, in many trials, all but the last of them out of memory; a better guess spares it most of them. Lightning's bisection finds the answer, and then takes 5 % off as a [margin](https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html): so it may return a size that it never tried. accelerate and toma call a function and know of no model: whatever a trial changes in yours, you put back.
 #
 # This is one model. The course's benchmark has eight, at three limits, with two optimizers:
 
@@ -619,9 +615,9 @@ else:
     print("not measured")
 
 # %% [markdown]
-# ## Larger is not always faster
+# ## How much speed does a larger batch buy?
 #
-# Memory is not the goal, speed is. `throughput` times whole steps of several sizes, which take turns.
+# `throughput` times whole steps of several sizes, which take turns.
 #
 # **Predict.** From 1 sample to 64 the speed grows. Does it grow as much from 64 to the largest that fits?
 
@@ -637,11 +633,11 @@ plots.show(
 )
 
 # %% [markdown]
-# A small batch pays for what does not depend on it: calling the operations, and the optimizer's step. A large one spreads these costs over many samples, until the rest is all there is. Look where your curve flattens: beyond that point more samples take memory and buy no speed. Where it still rises at its end, a larger limit would pay. Where it falls, suspect two things: other work on your machine (run the cell again), and activations that no longer fit into a core's cache. Whether a larger batch also *learns* as well is another question, and needs its own experiment.
+# A small batch pays for what does not depend on it: calling the operations, and the optimizer's step. A large one spreads these costs over many samples, until the rest is all there is. Where the bands of neighbouring sizes overlap, your curve is flat: there more samples buy no speed that you could measure, and the one "smallest" size moves from run to run. Where it still rises at its end, a larger limit would pay. Where it falls, suspect two things: other work on your machine (run the cell again), and activations that no longer fit into a core's cache. Whether a larger batch also *learns* as well is another question, and needs its own experiment.
 #
 # ## A big batch from small ones
 #
-# Sometimes you want a batch that does not fit. **Accumulation** adds up the gradients of several **micro-batches** and steps once. The gradient of a mean over 64 samples is the mean of the gradients of four means over 16, exactly, up to rounding. So each micro-batch's loss has to be divided by 4: without that, four micro-batches give four times the gradient.
+# For a batch that does not fit, **accumulation** adds up the gradients of several **micro-batches** and steps once. The gradient of a mean over 64 samples is the mean of the gradients of four means over 16, exactly, up to rounding. So each micro-batch's loss has to be divided by 4: without that, four micro-batches give four times the gradient.
 #
 # **Predict.** 64 samples in micro-batches of 24: is the mean of the three means still the mean?
 
@@ -716,7 +712,7 @@ print(f"text, weighed by count:             relative error {by_count:.1e}")
 assert means > 0.5 and by_count < 1e-10
 
 # %% [markdown]
-# An error of that size is no rounding: it is another gradient. A widely used trainer had [this mistake until October 2024](https://huggingface.co/blog/gradient_accumulation). The rule is short: weigh a micro-batch by what its mean counts.
+# A widely used trainer had [this mistake until October 2024](https://huggingface.co/blog/gradient_accumulation). So weigh a micro-batch by what its mean counts.
 #
 # There is one layer for which no weight helps. **BatchNorm** normalises by the mean and variance of the samples that it sees together, so it sees micro-batches:
 
@@ -748,11 +744,11 @@ for size in (16, 4, 1):
     print(f"BatchNorm, micro-batches of {size:2}: relative difference {error(parts, whole):.3f}")
 
 # %% [markdown]
-# That is no mistake of accumulation: BatchNorm makes it another model, the more so the smaller the micro-batch. It may train as well. But nobody should get it by surprise, so `SafeStep`, which you meet next, refuses BatchNorm unless you say `allow_batchnorm=True`.
+# BatchNorm makes it another model, the more so the smaller the micro-batch. It may train as well, but should surprise nobody: `SafeStep`, which you meet next, refuses BatchNorm unless you say `allow_batchnorm=True`.
 #
 # ## A step that survives
 #
-# Now put the two halves together. When memory runs out, the *batch* stays and the micro-batch halves. The attempt is a function of its own, so nothing of a failed one is left when it returns.
+# When memory runs out, the *batch* stays and the micro-batch halves. The attempt is a function of its own, so nothing of a failed one is left when it returns.
 
 
 # %%
@@ -786,7 +782,21 @@ with memory.meter(model, optimizer, limit=LIMIT) as meter:
 print(f"{len(batch[0])} samples, of which {truth} fit at once: done with micro-batches of {micro}")
 
 # %% [markdown]
-# `attempt` covers forward and backward only. When memory runs out in `optimizer.step()`, some weights may have moved already: that cannot be repeated. So `SafeStep` allocates the optimizer's state before the first attempt. It also puts random numbers and buffers back before it tries again: the step is the one that you would get with the smaller micro-batch from the start. (With dropout that is not the step of the undivided batch, as with BatchNorm: each micro-batch draws its own masks.)
+# `attempt` covers forward and backward only. When memory runs out in `optimizer.step()`, some weights may have moved already: that cannot be repeated. So before its first sample `SafeStep` lets a twin of the optimizer step with zero gradients: its state stays reserved, and there was room for the step's temporary results. Where there is none, it refuses before any weight has moved:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+model, optimizer = fresh()
+try:
+    with memory.meter(model, optimizer, limit=int(4.5 * memory.kinds(model)["parameters"])):
+        SafeStep(model, optimizer, loss_fn)(make_batch(8))
+except torch.OutOfMemoryError as refused:
+    print("refused before the first sample:", "before the first sample" in str(refused))
+moved = zip(model.parameters(), make_model().parameters(), strict=True)
+print("weights as before:", all(torch.equal(a, b) for a, b in moved))
+
+# %% [markdown]
+# Before it tries again it puts random numbers and buffers back (the course's tests check that). With dropout a step in parts is still not that of the undivided batch: each micro-batch draws its own masks.
 #
 # It weighs micro-batches by samples, unless you tell it what your loss is a mean of. Forgetting that raises no error:
 
@@ -808,9 +818,10 @@ def one_epoch(limit=None, neighbour=0):
     torch.manual_seed(1)
     model = make_model().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    step, others = SafeStep(model, optimizer, loss_fn), []
+    step, others, again = SafeStep(model, optimizer, loss_fn), [], []
 
     def after_step(number, result):
+        again.append(result.retries > 0)
         if number == 2:
             others.append(torch.empty(neighbour, dtype=torch.uint8, device=my_device()))
 
@@ -819,12 +830,12 @@ def one_epoch(limit=None, neighbour=0):
         batches = (make_batch(size) for _ in range(8))
         loader = ((images.double(), labels) for images, labels in batches)
         result = train_epoch(step, loader, progress=False, after_step=after_step)
-    return result, torch.cat([p.detach().flatten() for p in model.parameters()])
+    return result, sum(again), torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-undisturbed, want = one_epoch()
-disturbed, got = one_epoch(limit=LIMIT, neighbour=LIMIT // 4)
-print("attempts that ran out of memory:", disturbed.retries)
+undisturbed, _, want = one_epoch()
+disturbed, again, got = one_epoch(limit=LIMIT, neighbour=LIMIT // 4)
+print(f"batches tried again: {again}, failed attempts: {disturbed.retries}")
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -834,7 +845,7 @@ for name, epoch in {"undisturbed": undisturbed, "disturbed": disturbed}.items():
 print("the same weights, below 1e-10:", ((got - want).abs().max() < 1e-10).item())
 
 # %% [markdown]
-# The messages are from one batch, tried again in smaller parts until they fit; all later batches were split like that from the start. The weights are those of the run that nobody disturbed. Compare that with the cures in use: restart the whole program with a smaller batch, skip the batch, or train on single samples.
+# The messages are from one batch, tried again in smaller parts until they fit; all later batches were split like that from the start. The weights are those of the run that nobody disturbed.
 #
 # ## Two devices, two limits
 #
@@ -876,11 +887,11 @@ print("half the memory, less than half the batch:", own[1] < own[0] / 2)
 print("gradients equal one device's, below 1e-6:", max(d for *_, d in answers) < 1e-6)
 
 # %% [markdown]
-# Parameters, gradients and optimizer state take the same on both ranks; only what is left is for samples. That is why half the memory gives less than half the batch. (And rank 0 finds fewer than you found without ranks, because DDP keeps a second copy of the gradients; `gradient_as_bucket_view=True` saves it.) When you change the number of ranks, the global batch changes with it, and so may the best learning rate.
+# Parameters, gradients and optimizer state take the same on both ranks; only what is left is for samples. (And rank 0 finds fewer than you found without ranks, because DDP keeps a second copy of the gradients.) When you change the number of ranks, the global batch changes with it, and so may the best learning rate.
 #
 # ## What a real GPU does differently
 #
-# The budget counts tensors. CUDA's allocator counts the same tensors, but hands out blocks: it rounds sizes up, keeps freed blocks for later, and may be unable to join them, so memory can run out although the sum would fit. Libraries take workspaces that no tensor shows. Each process also needs a context before its first tensor. So on a GPU leave a margin: `find_batch_size(..., headroom=0.05)`. The table of the five methods above says which machine it was measured on, and whether on a GPU.
+# CUDA's allocator counts the same tensors as the budget, but hands out blocks: it rounds sizes up, keeps freed blocks for later, and may be unable to join them, so memory can run out although the sum would fit. Libraries take workspaces that no tensor shows. Each process also needs a context before its first tensor. So on a GPU leave a margin: `find_batch_size(..., headroom=0.05)`. The benchmark's table says which machine it was measured on, and whether on a GPU.
 #
 # ## Then → now
 #
@@ -889,7 +900,7 @@ print("gradients equal one device's, below 1e-6:", max(d for *_, d in answers) <
 # | `except RuntimeError` | `except torch.OutOfMemoryError`, or `memory.is_oom` | a wrong shape is no lack of memory |
 # | retry inside `except` | note the failure, retry after it | the exception holds the tensors |
 # | train on each sample alone | halve the micro-batch, weigh by count, step once | the same gradient as the whole batch |
-# | guess a size, halve | two small trials, a line, verify | fewer trials, nothing left unused |
+# | guess a size, halve | two small trials, lines, verify | few trials, no guess, little left unused |
 #
 # ## Exercise
 #
@@ -897,7 +908,7 @@ print("gradients equal one device's, below 1e-6:", max(d for *_, d in answers) <
 #
 # ## Recap
 #
-# The peak of forward and backward is a line in the batch size, that of the optimizer's step is nearly flat: measure them apart, predict from two small batches, verify. A failed step's memory is free only after the `except` block. A batch that does not fit is the sum of micro-batches, each weighed by what its mean counts.
+# The peak of forward and backward is a line in the batch size, that of the optimizer's step is nearly flat: measure them apart, predict from two small batches, verify. A failed step's activations are free only after the `except` block, its gradients after `zero_grad()`. A batch that does not fit is the sum of micro-batches, each weighed by what its mean counts.
 #
 # 1. Batches of 10 and 20 peak at 300 and 400 MiB in backward. What is the largest that fits into 1000 MiB, and what else do you have to know?
 # 2. Your probe runs forward and backward at 512; training dies in its first `optimizer.step()`. Which optimizer do you suspect, and why?

@@ -21,14 +21,20 @@ MOST_TRIALS = 6
 def _search_inputs(seed: int) -> list:
     rng = random.Random(seed)
 
-    def device(about: str, straight: int, bends: bool = False) -> dict:
-        """`straight`: the samples that would fit if there were no kink."""
+    def device(about: str, straight: int, bends: str = "", high: bool = False) -> dict:
+        """`straight`: the samples that would fit if there were no kink.
+
+        The steepest kink comes so early that the line through 1 and 2 needs more than three
+        cuts of 10 % until what it promises fits: 0.9 ** 3 is 0.729, and less than 0.72 fits.
+        `high`: the step's peak hides how forward and backward grow.
+        """
         static, slope = rng.randint(50, 400), rng.randint(200, 4000) / 1000
-        kink = round(rng.uniform(0.1, 0.4) * straight) if bends else 10**6
-        bend = round(slope * rng.uniform(0.3, 0.5), 3)
+        early, late = (0.05, 0.08) if bends == "steep" else (0.1, 0.4)
+        kink = round(rng.uniform(early, late) * straight) if bends else 10**6
+        bend = round(slope * rng.uniform(0.47 if bends == "steep" else 0.3, 0.5), 3)
         limit = static + slope * (straight + rng.uniform(0.2, 0.8))
         step = round(static * rng.uniform(0.5, 1.0), 2)
-        if about == "step":  # the step's peak hides how forward and backward grow
+        if high:
             step = round(limit * rng.uniform(0.8, 0.95), 2)
         elif about == "none":  # forward and backward would fit, the optimizer's step does not
             step = round(limit * 1.2, 2)
@@ -42,9 +48,10 @@ def _search_inputs(seed: int) -> list:
         device("straight", rng.randint(2000, 5000)),
         device("straight", rng.randint(5, 12)),
         device("straight", 1),
-        device("step", rng.randint(300, 500)),
-        device("kink", rng.randint(450, 560), bends=True),
-        device("kink", rng.randint(1000, 4000), bends=True),
+        device("step", rng.randint(300, 500), high=True),
+        device("kink", rng.randint(450, 560), bends="some"),
+        device("kink", rng.randint(1000, 4000), bends="steep"),
+        device("kink", rng.randint(1000, 4000), bends="some", high=True),
         device("none", rng.randint(300, 900)),
     ]
 
@@ -129,7 +136,7 @@ def _search_why(case: dict, largest: int, answer: Any) -> tuple[str, str]:
     if item(answer, "raised") == OUT_OF_MEMORY:
         return ("the error came through, though a batch of 1 fits",) * 2
     if item(answer, "raised") == "ZeroDivisionError":
-        return ("division by zero: two trials had the same peak. Which peak grows?",) * 2
+        return "", "division by zero: two trials had the same peak. Which peak grows?"
     if trials is None or item(answer, "raised") != "":
         return ("nothing was tried",) * 2
     if type(size) is not int:
@@ -149,6 +156,7 @@ def _search_why(case: dict, largest: int, answer: Any) -> tuple[str, str]:
 
 def _search_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(_SEARCH_TEXTS, "")
+    crashed = returned = False
     for number, (case, largest) in enumerate(zip(inputs, expected, strict=True)):
         answer, about = item(got, number), case["about"]
         if about == "none":
@@ -162,8 +170,15 @@ def _search_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             continue
         texts = _search_why(case, largest, answer)
         ran, enough = (text and text + _on(case) for text in texts)
+        if item(answer, "raised") == "ZeroDivisionError" and enough:
+            # A crash is told once, with its device; it says nothing of the sizes returned.
+            enough, crashed = "the same division by zero" if crashed else enough, True
+        else:
+            returned = True
         why["ran"] = why["ran"] or ran
         why[about] = why[about] or enough
+    if not returned:
+        why["ran"] = "nothing was returned"
     return [Finding(text, 1, why[about]) for about, text in _SEARCH_TEXTS.items()]
 
 
@@ -281,6 +296,48 @@ def largest_batch(trial, limit):
             size //= 2
 """,
             4,
+        ),
+        Wrong(
+            "cuts what the line promised by a tenth until it fits",
+            """
+import torch
+def largest_batch(trial, limit):
+    one = trial(1)[0]
+    try:
+        two = trial(2)[0]
+    except torch.OutOfMemoryError:
+        return 1
+    size = int(1 + (limit - one) / (two - one) + 1e-9)
+    while size > 2:
+        try:
+            trial(size)
+            return size
+        except torch.OutOfMemoryError:
+            size = int(0.9 * size)
+    return 2
+""",
+            4,
+        ),
+        Wrong(
+            "the same, with the line through the larger of the two peaks",
+            """
+import torch
+def largest_batch(trial, limit):
+    one = max(trial(1))
+    try:
+        two = max(trial(2))
+    except torch.OutOfMemoryError:
+        return 1
+    size = int(1 + (limit - one) / (two - one) + 1e-9)
+    while size > 2:
+        try:
+            trial(size)
+            return size
+        except torch.OutOfMemoryError:
+            size = int(0.9 * size)
+    return 2
+""",
+            3,
         ),
         Wrong(
             "answers 0 where it should raise",
