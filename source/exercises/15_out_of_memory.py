@@ -50,7 +50,7 @@ def leaky_total_loss(loss_of, batches):
     total = 0.0
     for batch in batches:
         total += loss_of(batch)
-    return float(total)
+    return total.item()
 
 
 def leaky_failures(step, batches):

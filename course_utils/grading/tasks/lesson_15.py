@@ -175,7 +175,7 @@ def total_loss(loss_of, batches):
     total = 0.0
     for batch in batches:
         total += loss_of(batch)
-    return float(total)
+    return total.item()
 """,
     "failures": """
 def failures(step, batches):
