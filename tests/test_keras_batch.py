@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from course_utils import plots
+from course_utils import memory, plots
 from course_utils._keras_batch import find_keras_batch_size, search
 from course_utils._keras_trial import try_in_child
 from course_utils._search import DoesNotFit
@@ -320,3 +320,12 @@ def test_bad_input_is_refused_before_any_trial():
     bare.compile("sgd", "mse")
     with pytest.raises(ValueError, match="not built"):
         find_keras_batch_size(bare, vectors, limit=MiB)
+
+
+@pytest.mark.slow
+def test_tensorflows_own_error_is_out_of_memory():
+    import tensorflow as tf
+
+    with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
+        tf.ones([1 << 22, 1 << 18])  # 4 TiB
+    assert memory.is_oom(caught.value)

@@ -627,7 +627,7 @@ else:
     print("no GPU: on a CPU PyTorch keeps no cache that could be emptied")
 
 # %% [markdown]
-# ## Looking from outside: GPUtil
+# ## Looking from outside: GPUtil and NVML
 #
 # `GPUtil.showUtilization()` runs the program `nvidia-smi` and reads its text. What does it show here, and what where `nvidia-smi` answers in words (a script plays it)?
 
@@ -651,7 +651,23 @@ if os.name == "posix":
             os.environ["PATH"] = path
 
 # %% [markdown]
-# Without a GPU it shows the head of an empty table: no error, no word why. Words it takes for a number. `census` above says what it could not read. Both see *that* a device is full, never what fills it.
+# Without a GPU it shows the head of an empty table: no error, no word why. Words it takes for a number. **NVML** is the library that `nvidia-smi` itself asks; `census` asks it too. It answers in numbers, or with an error that has a name:
+
+# %%
+import pynvml
+
+try:
+    pynvml.nvmlInit()
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+        print(f"GPU {index}: {memory.size(used)} used by all processes together")
+    pynvml.nvmlShutdown()
+except pynvml.NVMLError as error:
+    print(f"{type(error).__name__}: {error}")
+
+# %% [markdown]
+# All of them see *that* a device is full, never what fills it.
 #
 # ## Two devices: one is full, what does the other do?
 #

@@ -35,6 +35,7 @@
 import copy
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import matplotlib.pyplot as plt
@@ -758,7 +759,7 @@ plots.show(
 # %% [markdown]
 # Certain is the gain in memory, and in time: both follow from what need not be kept and computed. The accuracy depends on the job. Each draw gives the four ways the same pictures, so compare draw by draw: 9 or 0 of 9 is clear, 6 or 7 may be chance. In the run stored here the head alone keeps up with training everything for 8 and 9, and loses every draw for 4, 7 and 9. Whether pretraining helps a network of which everything is trained, so few draws do not show. Why one job goes well and the other does not, these cells cannot tell: the digits differ, their number too, and so do the learning rates. So try the head first, because it costs least, and believe it only after a comparison with training everything, on your job, over several draws.
 #
-# ## What would travel
+# ## Offload: keep activations elsewhere
 #
 # The last way keeps every activation, but not on the device: `torch.autograd.graph.save_on_cpu()` carries each one to the computer's memory and back. It is built on a pair of **hooks**: `pack` is called when the forward pass keeps a tensor, `unpack` when the backward pass wants it. A pack that only counts shows what would travel.
 
@@ -781,8 +782,18 @@ print(f"{len(kept)} tensors, {sum(kept.values()) / ONE:g} activations: the input
 del output
 
 # %% [markdown]
-# To move them, put the forward pass under `with torch.autograd.graph.save_on_cpu(pin_memory=True):`. On a GPU the peak then falls, and the time rises by what the link between GPU and computer takes. On a CPU there is nowhere to go, so it is not run here.
-#
+# And this moves them. On a GPU the peak falls, and the time rises by what the link between GPU and computer takes. On a CPU there is nowhere to go.
+
+# %%
+moving = torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda")
+for name, hooks in {"on the device": nullcontext(), "in main memory": moving}.items():
+    blocks.zero_grad()
+    with memory.meter(blocks, x) as meter, hooks:
+        backward(0)
+    print(f"{name:15} peak {meter.peak / ONE:.3g} activations")
+print("x.cpu() is x itself, nothing moves:", x.cpu() is x)
+
+# %% [markdown]
 # ## Two devices: gradients in half the bytes
 #
 # 16 bits also halve a message. In data-parallel training each rank has its own part of the batch, and an **all-reduce** sums the gradients of all ranks. Here each gradient is rounded to the type of the *wire* before it travels, and everything else stays float32.
