@@ -596,10 +596,10 @@ plots.show(
 # This is one model. The course's benchmark has eight, at three limits, with two optimizers:
 
 # %%
-folders = Path("benchmarks/results"), Path("../benchmarks/results")
-files = [folder / "batch_size.json" for folder in folders if (folder / "batch_size.json").exists()]
-if files:
-    result = json.loads(files[0].read_text(encoding="utf-8"))
+# Beside the package, wherever this notebook lies; a package installed alone comes without it.
+path = Path(plots.__file__).parents[1] / "benchmarks" / "results" / "batch_size.json"
+if path.exists():
+    result = json.loads(path.read_text(encoding="utf-8"))
     machine, cases = result["machine"], result["summaries"][0]["cases"]
     kind = ", ".join(machine["gpus"]) or f"no GPU: {machine['cores']} cores of {machine['cpu']}"
     print(f"measured on {kind}; {machine['date']}; medians over {cases} cases")
@@ -612,7 +612,7 @@ if files:
         )
     print("on a GPU:", "this table" if machine["gpus"] else "not measured")
 else:
-    print("not measured")
+    print("not here: see docs/benchmarks.md of the course")
 
 # %% [markdown]
 # ## How much speed does a larger batch buy?
