@@ -143,7 +143,7 @@ def install_commands(venv, torch_choice):
         return [pip + [tensorflow, pin("ipykernel"), "-e", "."], compile_command(venv)]
     if torch_choice == "cpu":
         pip += ["--extra-index-url", PYTORCH_CPU]
-    install = pip + [pin("torch"), "-e", ".[torch,tensorflow,peers,lab,dev]"]
+    install = pip + [pin("torch"), "-e", ".[torch,tensorflow,peers,experiment,lab,dev]"]
     return [install, compile_command(venv)]
 
 

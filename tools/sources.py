@@ -22,7 +22,7 @@ BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 # nbgrader acts on these too; we use none of them, so one that appears is a mistake.
 FOREIGN = re.compile(r"(BEGIN|END) (HIDDEN TESTS|MARK SCHEME)|(HASHED )?AUTOTEST")
 CELL_KEYS = {"tags", "task", "test", "slideshow"}
-EXTRAS = {"torch", "tensorflow", "peers"}
+EXTRAS = {"torch", "tensorflow", "peers", "experiment"}
 
 
 class SourceError(Exception):
