@@ -4,7 +4,8 @@ tests/test_course.py runs them on the course, and on small broken notebooks: a c
 finds nothing there is no check.
 
     python tools/checks.py            run all of them
-    python tools/checks.py --write    write the generated lesson table into README.md
+    python tools/checks.py --write    write what is generated: the lesson table of README.md, and
+                                      docs/pytorch_then_now.md
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if str(ROOT) not in sys.path:  # run as `python tools/checks.py`
 
 import nbformat  # noqa: E402
 from nbformat import NotebookNode  # noqa: E402
+
+from tools import then_now  # noqa: E402
 
 COMPARED = "NBVAL_CHECK_OUTPUT"
 COMPARED_TAG = "nbval-check-output"
@@ -338,12 +341,13 @@ def course_problems(folder: Path = ROOT) -> list[str]:
         number: notebook.metadata.course for number, (_, notebook) in lessons(folder).items()
     }
     problems += check_rows(headers, seed_rows(folder))
-    return problems + check_readme(folder) + check_addresses(folder, course.repository)
+    problems += check_readme(folder) + then_now.check(folder)
+    return problems + check_addresses(folder, course.repository)
 
 
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
-        sys.exit("\n".join(check_readme(write=True)) or 0)
+        sys.exit("\n".join(check_readme(write=True) + then_now.check(write=True)) or 0)
     found = course_problems()
     print("\n".join(found) or "no problem found")
     sys.exit(bool(found))

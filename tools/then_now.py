@@ -1,0 +1,92 @@
+"""docs/pytorch_then_now.md, from the lessons' cells that show an old way and what replaced it.
+
+    # %% then="Trainer(gpus=2)" now="Trainer(devices=2)" since="Lightning 2.0"
+
+Such a cell of source/lessons/ gives one row of the page. `python tools/checks.py --write`
+writes it; the checks fail while it is not what the cells give.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+import jupytext
+
+from tools.sources import ROOT, Source
+
+KEYS = ("then", "now", "since")
+PAGE = "docs/pytorch_then_now.md"
+PACKAGES = ("torch", "pytorch-lightning", "onnx", "onnxscript", "torchsummary", "torchinfo")
+HEAD = """# Then → now: PyTorch in older tutorials
+
+Written by `python tools/checks.py --write` from the lessons' cells: do not edit.
+
+What tutorials still say, what to write today, and since when. Each row has a cell that shows it.
+It stands in a lesson and below, folded, and the tests run it, so that a row cannot go stale unseen.
+They run it with {versions}, as `constraints.txt` has them.
+"""
+
+
+def rows(folder: Path = ROOT) -> list[dict[str, str]]:
+    """One row a cell, in the lessons' order. Raises SourceError with file:line."""
+    found = []
+    for path in sorted((folder / "source/lessons").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        starts = [n for n, line in enumerate(lines, 1) if re.match(r"# %%( |$)", line)]
+        source = Source(path, jupytext.reads(text, fmt="py:percent"), starts)
+        title = next((line[4:] for line in lines if line.startswith("# # ")), path.stem)
+        # Text outside a cell makes a cell without a start; the build refuses it with its line.
+        for line, cell in zip(starts, source.notebook.cells, strict=False):
+            # A value that jupytext cannot read turns the whole line into a title.
+            if re.search(r"\b(then|now|since) *=", lines[line - 1]):
+                row = _row(source, line, cell)
+                found.append({**row, "lesson": path.stem, "title": title, "code": cell.source})
+    return found
+
+
+def _row(source: Source, line: int, cell) -> dict[str, str]:
+    if cell.cell_type != "code":
+        raise source.fail(line, "then, now and since belong to a code cell, which shows it")
+    for key in KEYS:
+        if key not in cell.metadata:
+            raise source.fail(line, f'{key} is missing, or its quotes are wrong: {key}="…"')
+        value = cell.metadata[key]
+        if not isinstance(value, str) or not value.strip():
+            raise source.fail(line, f'{key} must be text in double quotes: {key}="…"')
+    skipped = re.search(r"^#\s*NBVAL_SKIP", cell.source, re.MULTILINE)
+    if skipped or {"nbval-skip", "skip-execution"} & set(cell.metadata.get("tags", [])):
+        raise source.fail(line, "a then → now cell must be run by the tests, and this one is not")
+    return {key: cell.metadata[key].strip() for key in KEYS}
+
+
+def page(folder: Path = ROOT) -> str:
+    """The whole page. Raises SourceError with file:line."""
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (folder / "constraints.txt").read_text(), re.M))
+    versions = ", ".join(f"{name} {pins[name]}" for name in PACKAGES)
+    table, cells = [], []
+    for number, row in enumerate(rows(folder), 1):
+        # HTML, because a Markdown table splits at a | even inside backticks.
+        then, now, since = (html.escape(row[k], False).replace("|", "&#124;") for k in KEYS)
+        lesson = f"[{row['lesson'][:2]}](../notebooks/{row['lesson']}.ipynb)"
+        table.append(
+            f"| {number} | <code>{then}</code> | <code>{now}</code> | {since} | {lesson} |"
+        )
+        head = f"{number}. <code>{then}</code> → <code>{now}</code> (lesson {row['lesson'][:2]}, "
+        cells += ["<details>", f"<summary>{head}{html.escape(row['title'])})</summary>", ""]
+        cells += ["````python", row["code"], "````", "", "</details>", ""]
+    head = ["| | then | now | since | lesson |", "|---|---|---|---|---|"]
+    body = [*head, *table, "", "## The cells", "", *cells] if table else ["No lesson has one yet."]
+    return "\n".join([HEAD.format(versions=versions), *body]).rstrip() + "\n"
+
+
+def check(folder: Path = ROOT, write: bool = False) -> list[str]:
+    """The page is what the cells give; with `write`, it becomes so. Raises SourceError."""
+    wanted, path = page(folder), folder / PAGE
+    if write:
+        path.write_text(wanted, encoding="utf-8")
+    elif not path.exists() or path.read_text(encoding="utf-8") != wanted:
+        return [f"{PAGE} is out of step with the lessons: python tools/checks.py --write"]
+    return []
