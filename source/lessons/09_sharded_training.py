@@ -1,0 +1,830 @@
+# ---
+# jupyter:
+#   course:
+#     rows: []
+#     minutes: {read: 25, do: 20}
+#     devices: 2
+#     path: more
+#     extra: torch
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Sharded training: each rank keeps a part of the model
+#
+# After this lesson you can say how many bytes a parameter costs on each rank under every stage of sharding, train a model that no rank holds whole, and save it so that another number of ranks can go on.
+#
+# | | |
+# |---|---|
+# | **Time** | 25 minutes to read, 20 to do; the exercise comes on top |
+# | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); all-reduce, reduce-scatter, all-gather, `DistributedDataParallel` ([lesson 04](04_ddp_from_scratch.ipynb)); parameters, gradients, optimizer state, peak ([lesson 14](14_where_memory_goes.ipynb)). For the last part: row and column parallel layers ([lesson 08](08_model_and_pipeline_parallel.ipynb)) |
+# | **You will** | work out the three stages of sharding · write one by hand · measure memory and traffic of PyTorch's own against DDP · prove that the weights are the same · gather in 16 bits · save on two ranks and load on one, two and four · add tensor parallelism · make three classic mistakes |
+# | **Runs on** | no GPU, or one: two pinned cores · two GPUs or more: the GPUs (the multi-GPU path was not run by the authors) |
+# | **Last verified** | Python 3.11, PyTorch 2.13.0 |
+#
+# If you come here directly, two reminders. With **DistributedDataParallel** (DDP) each rank has a whole **replica** of the model, works on its own part of the global batch, and an **all-reduce** gives every rank the mean of all gradients.
+# An all-reduce is two collectives in a row: **reduce-scatter** (each rank gets the sum of one part) and **all-gather** (each rank gets all the parts).
+
+# %%
+import os
+import tempfile
+from collections import Counter
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from course_utils import memory, plots
+from course_utils.devices import census, slots
+from course_utils.launch import LaunchTimeout, launch
+from course_utils.memory import MiB
+
+plots.use_style()
+
+# %%
+print(census())
+assert len(slots(2)) == 2, "this lesson runs on two devices"
+
+# %% [markdown]
+# ## Three stages, in arithmetic
+#
+# Under DDP every rank keeps the same parameters, the same mean gradients and the same optimizer state. Only the samples differ. **ZeRO** ("zero redundancy", [Rajbhandari and others, 2019](https://arxiv.org/abs/1910.02054)) cuts what is the same into n **shards**, one for each of n ranks. It does so in three stages:
+#
+# | stage | each rank keeps one shard of | and the whole of |
+# |---|---|---|
+# | 0 (DDP) | nothing | parameters, gradients, optimizer state |
+# | 1 | optimizer state | parameters, gradients |
+# | 2 | optimizer state, gradients | parameters |
+# | 3 | optimizer state, gradients, parameters | nothing |
+#
+# Adam keeps two numbers for each parameter. In float32 a parameter takes 4 bytes, its gradient 4, Adam's numbers 8. In **mixed precision** as the paper has it, parameter and gradient take 2 bytes each. The optimizer then keeps a float32 copy of the parameter beside its two numbers: 12 bytes. Either way it is 16 bytes in all.
+#
+# **Predict.** Eight ranks, float32. To how many bytes a parameter do stages 1, 2 and 3 come? Is stage 1 better or worse in mixed precision?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+FLOAT32 = {"parameters": 4, "gradients": 4, "optimizer state": 8}
+MIXED = {"parameters": 2, "gradients": 2, "optimizer state": 12}
+SHARDED = ["optimizer state", "gradients", "parameters"]  # stage k shards the first k of these
+
+
+def bytes_per_parameter(stage, n, costs):
+    return sum(cost / n if kind in SHARDED[:stage] else cost for kind, cost in costs.items())
+
+
+for name, costs in {"float32": FLOAT32, "mixed precision": MIXED}.items():
+    print(f"{name:18}", *(f"stage {stage}" for stage in range(4)), sep="   ")
+    for n in (1, 2, 8, 64):
+        row = [bytes_per_parameter(stage, n, costs) for stage in range(4)]
+        print(f"{n:>5} ranks       ", *(f"{value:7.2f}" for value in row), sep="   ")
+
+# The paper's example: 7.5 billion parameters on 64 ranks, in GB (powers of ten).
+paper = [round(7.5 * bytes_per_parameter(stage, 64, MIXED), 1) for stage in range(4)]
+print("7.5 billion parameters, mixed, 64 ranks:", paper, "GB a rank")
+assert paper == [120.0, 31.4, 16.6, 1.9], "figure 1 of the paper"
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(8.5, 3.8), sharey=True)
+ranks = [2**k for k in range(9)]
+for ax, (name, costs) in zip(
+    axes, {"float32": FLOAT32, "mixed precision": MIXED}.items(), strict=True
+):
+    for stage in range(4):
+        values = [bytes_per_parameter(stage, n, costs) for n in ranks]
+        ax.plot(ranks, values, label=f"stage {stage}")
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel=f"ranks ({name})", ylabel="bytes a parameter, on each rank", ylim=(0, 17))
+axes[1].set_ylabel("")
+fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+fig.suptitle("Stages 1 and 2 end at a floor; only stage 3 goes to zero")
+plots.show(
+    fig,
+    name="bytes-per-parameter",
+    alt="Bytes a parameter costs on each rank, against the number of ranks, for four stages and two "
+    "precisions. Stage 0 stays at 16. In float32 stage 1 falls to 8 and stage 2 to 4; in mixed "
+    "precision they fall to 4 and 2. Stage 3 is 16 divided by the number of ranks.",
+)
+
+# %% [markdown]
+# The table above has the numbers. The floor is what a stage does not shard: with many ranks stage 1 ends at 8 bytes in float32 and at 4 in mixed precision. Activations are missing here. They depend on the samples of each rank, and no stage touches them.
+#
+# ## By hand: flatten, pad, shard
+#
+# All parameters laid end to end make one flat tensor. Its length must be a multiple of n, so zeros are put behind it: **padding**. Then each rank's shard has the same length.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+torch.manual_seed(0)
+tiny = nn.Linear(2, 3)  # 6 weights and 3 biases
+
+
+def flatten(tensors, n):
+    """All numbers in one tensor, with zeros behind them to a multiple of n."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return F.pad(flat, (0, -len(flat) % n))
+
+
+def unflatten(flat, like):
+    sizes = [tensor.numel() for tensor in like]
+    pieces = flat[: sum(sizes)].split(sizes)  # the padding stays behind
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+parameters = list(tiny.parameters())
+for n in (1, 2, 4):
+    shards = flatten(parameters, n).chunk(n)
+    back = unflatten(torch.cat(shards), parameters)
+    same = all(torch.equal(a, b) for a, b in zip(back, parameters, strict=True))
+    padding = sum(map(len, shards)) - 9
+    print(f"{n} ranks: shards of {[len(s) for s in shards]}, padding {padding}, back again: {same}")
+
+# %% [markdown]
+# A training step of stage 2 is then: forward and backward as ever; **reduce-scatter** the flat gradients, so that each rank gets the sum of *its* shard only; step an ordinary Adam on that shard; **all-gather** the shards into whole parameters. Adam looks at each number alone, so it does not notice that it sees only some of them.
+#
+# **Predict.** Two ranks do this with half of the global batch each. Another model takes the same steps on one device, with the whole batch. Do the weights agree? How much optimizer state does a rank have?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def my_device():
+    """The GPU of this rank if it was given one, otherwise the core that it is pinned to."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def small_model(seed=0):
+    torch.manual_seed(seed)  # all ranks start equal
+    layers = nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)
+    return nn.Sequential(*layers).double().to(my_device())
+
+
+def batches(steps, rank=0, n=1):
+    """The same global batches everywhere; of each, the part of this rank."""
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x, y = (torch.randn(16, width, generator=draw).double() for width in (6, 3))
+        yield x.chunk(n)[rank].to(my_device()), y.chunk(n)[rank].to(my_device())
+
+
+def on_one_device(steps):
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def stage_2_by_hand(steps):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    model = small_model()
+    parameters = list(model.parameters())
+    shard = flatten(parameters, n).chunk(n)[rank].clone()  # a slice would keep the whole
+    optimizer = torch.optim.Adam([shard], lr=0.01)
+    for x, y in batches(steps, rank, n):
+        F.mse_loss(model(x), y).backward()
+        gradients = flatten([p.grad for p in parameters], n)
+        shard.grad = torch.empty_like(shard)
+        dist.reduce_scatter_tensor(shard.grad, gradients)
+        shard.grad /= n  # the mean of the ranks' means
+        model.zero_grad()
+        optimizer.step()
+        whole = torch.empty_like(gradients)
+        dist.all_gather_into_tensor(whole, shard)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, unflatten(whole, parameters), strict=True):
+                parameter.copy_(value)
+    error = max(
+        (a - b).abs().max().item() for a, b in zip(parameters, on_one_device(steps), strict=True)
+    )
+    state = optimizer.state[shard]
+    return error, sum(p.numel() for p in parameters), state["exp_avg"].numel()
+
+
+by_hand = launch(stage_2_by_hand, 2, 20)
+for rank, (error, count, state) in enumerate(by_hand):
+    print(f"rank {rank}: {count} parameters, Adam's first number for {state} of them, with padding")
+print("weights equal one device's, below 1e-12:", max(error for error, *_ in by_hand) < 1e-12)
+assert max(error for error, *_ in by_hand) < 1e-12
+
+# %% [markdown]
+# They agree to rounding. The difference need not be 0: one device sums over 16 samples, the ranks over 8 each and then add the two sums. In float64 that leaves an error near 1e-16 in each gradient. (Why float64? Adam divides a gradient by its own size, so where a gradient is nearly 0 its rounding error becomes a whole step. In float32 that would hide a real mistake.)
+#
+# This program still holds all gradients for a moment, before the reduce-scatter, and all parameters all the time. Stage 3 does the same layer by layer: gather a layer's parameters, use them, forget them.
+#
+# ## PyTorch's own: one change each
+#
+# | stage | API | change from DDP |
+# |---|---|---|
+# | 1 | `ZeroRedundancyOptimizer` | another optimizer; DDP stays |
+# | like 2 | `fully_shard(module, reshard_after_forward=False)` | instead of DDP; gathered parameters stay from forward to backward |
+# | 3 | `fully_shard(module)` | instead of DDP; parameters are sharded again after each layer |
+#
+# `fully_shard` is also called **FSDP2** (fully sharded data parallel). It does not lay everything end to end: it cuts *each parameter* into rows. Look at what one rank then has.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def mesh_of(*shape, names=None):
+    """The ranks as a grid: here a line of n."""
+    return init_device_mesh(my_device().type, shape, mesh_dim_names=names)
+
+
+def look_inside():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)).to(my_device())
+    fully_shard(model, mesh=mesh_of(dist.get_world_size()))
+    return [
+        (name, type(p).__name__, type(p.data).__name__, tuple(p.shape), tuple(p.to_local().shape))
+        for name, p in model.named_parameters()
+    ]
+
+
+views = launch(look_inside, 2)
+print(f"{'':10}{'type':>10}{'says':>10}{'rank 0 has':>14}{'rank 1 has':>14}")
+for (name, _, kind, says, zero), (*_, one) in zip(*views, strict=True):
+    print(f"{name:10}{kind:>10}{says!s:>10}{zero!s:>14}{one!s:>14}")
+
+# %% [markdown]
+# The parameters have become **DTensors** (distributed tensors): they speak of the whole shape and hold one shard, `to_local()`. Five rows on two ranks are 3 and 2. One row is 1 and *0*: a rank may have nothing of a parameter. (On the wire FSDP2 pads, so that all messages have the same length.)
+#
+# ## Memory a rank, measured
+#
+# A model with more parameters than activations: eight layers of 512 × 512 and one of 512 × 10, and 16 samples on each rank. Each call of `fully_shard` makes a **group**, which is gathered at once. So it is called for each layer, and then for the model, from the inside to the outside.
+
+# %%
+WIDTH, DEPTH, SAMPLES = 512, 8, 16
+METHODS = ["DDP", "stage 1", "like 2", "stage 3"]
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = [m for _ in range(DEPTH) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 10)).to(my_device())
+
+
+def shard(model, **options):
+    """Each layer with parameters is a group of its own, and the model is their root."""
+    mesh = mesh_of(dist.get_world_size())
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def build(method, model):
+    if method in ("DDP", "stage 1"):
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        shard(model, reshard_after_forward=method == "stage 3")
+    if method == "stage 1":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    return model, optimizer
+
+
+def make_batch():
+    torch.manual_seed(100 + dist.get_rank())  # each rank has samples of its own
+    x, y = torch.randn(SAMPLES, WIDTH), torch.randint(0, 10, (SAMPLES,))
+    return x.to(my_device()), y.to(my_device())
+
+
+def train(model, optimizer, x, y, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+# %% [markdown]
+# (`gradient_as_bucket_view=True` saves DDP a second copy of the gradients, so that the comparison is fair.) The meter counts after two steps, when Adam has its state.
+#
+# **Predict.** Two ranks, float32. DDP has 16 bytes a parameter. What do the others have after a step? And whose *peak* is lowest?
+
+
+# %%
+def weigh(method):
+    model, optimizer = build(method, make_model())
+    x, y = make_batch()
+    train(model, optimizer, x, y, steps=2)
+    optimizer.zero_grad()
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds its Adam inside
+    with memory.meter(model, inner, x, y, record=True) as meter:
+        moments = {"forward": len(meter.changes)}
+        loss = F.cross_entropy(model(x), y)
+        forward = meter.live
+        moments["backward"] = len(meter.changes)
+        loss.backward()
+        moments["step"] = len(meter.changes)
+        optimizer.step()
+        after = meter.by_kind()
+    return {"after": after, "forward": forward, "peak": meter.peak,
+            "changes": meter.changes, "moments": moments}  # fmt: skip
+
+
+weights = {method: launch(weigh, 2, method) for method in METHODS}
+parameters = sum(p.numel() for p in make_model().parameters())
+KEPT = ["parameters", "gradients", "optimizer state"]
+print(f"{parameters:,} parameters, {memory.size(4 * parameters)}; MiB on rank 0")
+print(f"{'':10}", *(f"{kind:>16}" for kind in [*KEPT, "after forward", "peak"]))
+for method, (first, _) in weights.items():
+    row = [*(first["after"][kind] for kind in KEPT), first["forward"], first["peak"]]
+    print(f"{method:10}", *(f"{value / MiB:16.1f}" for value in row))
+
+# %%
+# NBVAL_CHECK_OUTPUT
+measured = {}
+for method, answers in weights.items():
+    # ZeroRedundancyOptimizer gives whole parameters to the ranks, so take the ranks' mean.
+    kept = sum(answer["after"][kind] for answer in answers for kind in KEPT) / 2
+    measured[method] = kept / parameters
+    print(f"{method:10} keeps {measured[method]:.1f} bytes a parameter on each rank")
+for method, stage in {"DDP": 0, "stage 1": 1, "like 2": 3, "stage 3": 3}.items():
+    assert abs(measured[method] - bytes_per_parameter(stage, 2, FLOAT32)) < 0.01, method
+peaks = {method: answers[0]["peak"] for method, answers in weights.items()}
+print("from the highest peak to the lowest:", ", ".join(sorted(peaks, key=peaks.get)[::-1]))
+
+# %%
+NAMES = [*KEPT, "activations", "other"]
+HATCHES = ["", "//", "..", "xx", "--"]
+fig, axes = plt.subplots(1, 3, figsize=(9.5, 4.0), sharey=True)
+for ax, method in zip(axes, ("DDP", "like 2", "stage 3"), strict=True):
+    run = weights[method][0]
+    lines = [[value / MiB for value in kind] for kind in zip(*run["changes"], strict=True)]
+    layers = ax.stackplot(range(len(lines[0])), lines, colors=plots.COLOURS[:5], labels=NAMES)
+    for layer, hatch in zip(layers, HATCHES, strict=True):
+        layer.set(hatch=hatch, edgecolor="white", linewidth=0)
+    for name, place in list(run["moments"].items())[1:]:
+        ax.axvline(place, color="black", linestyle=":", linewidth=1.2, marker="")
+        ax.text(place, 1.02, name, fontsize=9, ha="center", transform=ax.get_xaxis_transform())
+    ax.set(xlabel=f"{method}: changes, in order", ylabel="MiB on rank 0")
+    ax.margins(x=0)
+for ax in axes[1:]:
+    ax.set_ylabel("")
+fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+low = weights["stage 3"][0]["peak"] / weights["DDP"][0]["peak"]
+fig.suptitle(f"One step: on two ranks, stage 3 peaks at {low:.2f} of DDP's peak")
+plots.show(
+    fig,
+    name="memory-of-a-step",
+    alt="Memory of rank 0 during one step, stacked by kind, for DDP, for fully_shard without "
+    "resharding and for stage 3. The kept parts of the sharded ones are half of DDP's. Without "
+    "resharding, gathered parameters pile up in the forward pass and go in the backward pass; in "
+    f"stage 3 only a few layers are gathered at a time. Its peak is {low:.2f} of DDP's.",
+)
+
+# %% [markdown]
+# "Other" is where the gathered layers are. Without resharding they pile up during the forward pass, as "after forward" in the table says: all parameters are there once more. In stage 3 a layer is gathered, used, and forgotten; it comes again for the backward pass. The peak is above 8 bytes a parameter, because a gathered layer, the next one and their whole gradients need room. Smaller groups need less room and send more messages.
+#
+# Between steps "like 2" keeps as little as stage 3, less than the paper's stage 2: what it keeps whole it keeps only between forward and backward.
+#
+# ## What it costs: bytes sent
+#
+# To see the traffic, listen to PyTorch's dispatcher: every operation passes it, collectives too, under the name `c10d`. The counter notes the bytes of the *whole* tensor, the larger side of a collective. From it follows what a rank has to send. In a ring of p ranks, a reduce-scatter, an all-gather or a broadcast of N bytes makes each rank send (p−1)/p · N on average, and an all-reduce twice that (lesson 04 counts it).
+
+
+# %%
+class Wire(TorchDispatchMode):
+    """Bytes of the whole tensor, and number of calls, of each kind of collective."""
+
+    WORDS = {"allreduce": "all-reduce", "allgather": "all-gather",
+             "reduce_scatter": "reduce-scatter", "broadcast": "broadcast"}  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.whole, self.calls = Counter(), Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            name = operation.overloadpacket.__name__.strip("_")
+            kind = next((word for key, word in self.WORDS.items() if name.startswith(key)), name)
+            tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            self.whole[kind] += max((t.nbytes for t in tensors), default=0)
+            self.calls[kind] += 1
+        return operation(*args, **(kwargs or {}))
+
+    def sent(self, ranks):
+        """Bytes that each rank sends in a ring, on average."""
+        return sum(n * (1 + (kind == "all-reduce")) for kind, n in self.whole.items()) * (
+            (ranks - 1) / ranks
+        )
+
+
+def listen(method):
+    model, optimizer = build(method, make_model())
+    x, y = make_batch()
+    train(model, optimizer, x, y, steps=2)
+    with Wire() as wire:
+        train(model, optimizer, x, y)
+    return dict(wire.whole), dict(wire.calls), wire.sent(dist.get_world_size())
+
+
+# %% [markdown]
+# **Predict.** N is the size of the parameters. With two ranks DDP's all-reduce makes a rank send N bytes a step. How much does each of the others make it send? Remember the layers that are gathered twice.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+traffic = {method: launch(listen, 2, method)[0] for method in METHODS}
+size = 4 * parameters
+for method, (whole, _, sent) in traffic.items():
+    text = ", ".join(f"{kind} {bytes_ / size:.0f} N" for kind, bytes_ in sorted(whole.items()))
+    print(f"{method:10}{text:34} a rank sends {sent / size:.1f} N")
+
+# %%
+for method, (_, calls, sent) in traffic.items():
+    text = ", ".join(f"{number} × {kind}" for kind, number in sorted(calls.items()))
+    print(f"{method:10}{memory.size(round(sent)):>10} in {text}")
+
+# %% [markdown]
+# Gathering once costs nothing extra: reduce-scatter and all-gather are the two halves of an all-reduce. Gathering again for the backward pass costs half as much again, in more and smaller messages. That is the price of stage 3. `ZeroRedundancyOptimizer` pays it too, without need: DDP has already all-reduced all gradients when the optimizer broadcasts the new parameters.
+#
+# This counts bytes, not time. On a fast link the all-gather of the next layer runs while this layer computes, and costs little; between two machines it may cost most of the step.
+#
+# ## The same weights as DDP
+#
+# Less memory, other messages: is it still the same training? Five steps of each method, then the whole weights are put together again: `full_tensor()`, an all-gather on all ranks.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def final_weights(method):
+    model, optimizer = build(method, make_model().double())
+    x, y = make_batch()
+    loss = train(model, optimizer, x.double(), y, steps=5)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return loss, torch.cat([p.detach().flatten() for p in whole]).cpu()
+
+
+def one_device_weights():
+    halves = []
+    for rank in range(2):  # the ranks' batches, as one
+        torch.manual_seed(100 + rank)
+        halves.append((torch.randn(SAMPLES, WIDTH), torch.randint(0, 10, (SAMPLES,))))
+    x, y = (torch.cat(parts).to(my_device()) for parts in zip(*halves, strict=True))
+    model = make_model().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    train(model, optimizer, x.double(), y, steps=5)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+
+
+ends = {method: launch(final_weights, 2, method)[0] for method in METHODS}
+(one_device,) = launch(one_device_weights, 1)
+for method, (_, end) in ends.items():
+    to_ddp, to_one = ((end - other).abs().max() for other in (ends["DDP"][1], one_device))
+    print(f"{method:10}as DDP, below 1e-10: {bool(to_ddp < 1e-10)}", end="; ")
+    print(f"as one device, below 1e-10: {bool(to_one < 1e-10)}")
+    assert to_ddp < 1e-10 and to_one < 1e-10
+
+# %%
+for method, (_, end) in ends.items():
+    to_ddp, to_one = ((end - other).abs().max() for other in (ends["DDP"][1], one_device))
+    print(f"{method:10}largest difference to DDP {to_ddp:.1e}, to one device {to_one:.1e}")
+
+# %% [markdown]
+# Two ranks add two numbers, and a + b is b + a. So between the methods little or no difference is left; with more ranks the order of the additions may differ, and with it the last bits. To one device there is always some: it adds the samples in another order.
+#
+# ## Mixed precision: gather in 16 bits
+#
+# `MixedPrecisionPolicy` decides in which type parameters are gathered and gradients reduced. The shards, and so the optimizer, stay in float32. This machine may have no instructions for bfloat16 ([lesson 17](17_precision_and_recompute.ipynb) measures that), so look at bytes and results, not at speed.
+#
+# **Predict.** N is still the size in float32. How many bytes does a rank send with bfloat16 parameters, and gradients reduced in float32? With both in bfloat16?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+half, full = torch.bfloat16, torch.float32
+POLICIES = {
+    "float32": MixedPrecisionPolicy(),
+    "gather 16 bits": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full),
+    "both 16 bits": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half),
+}
+
+
+def with_policy(policy):
+    model = shard(make_model(), mp_policy=policy, reshard_after_forward=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x, y = make_batch()
+    losses = [train(model, optimizer, x, y) for _ in range(5)]
+    with Wire() as wire:
+        losses.append(train(model, optimizer, x, y))
+    kinds = {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
+    return losses, wire.sent(2), model(x).dtype, kinds
+
+
+policies = {name: launch(with_policy, 2, policy)[0] for name, policy in POLICIES.items()}
+print(f"{'':16}{'sent':>8}{'output':>18}{'shards':>16}{'their gradients':>18}")
+for name, (_, sent, output, kinds) in policies.items():
+    kept, gradients = (", ".join(str(kind) for kind in each) for each in kinds)
+    print(f"{name:16}{sent / size:6.2f} N{output!s:>18}{kept:>16}{gradients:>18}")
+
+# %%
+for name, (losses, *_) in policies.items():
+    off = abs(losses[-1] - policies["float32"][0][-1]) / policies["float32"][0][-1]
+    line = " ".join(f"{loss:.4f}" for loss in losses)
+    print(f"{name:16}loss of rank 0: {line}  ({off:.1%} from float32)")
+    assert losses[-1] < losses[0] and off < 0.05, "16 bits round, but they learn the same"
+
+# %% [markdown]
+# The gathered parameters are half as large on the wire and while they are there. What Adam works on is float32, as in mixed precision of the first table, but without its extra copy: the float32 shard *is* the copy. Reducing in bfloat16 rounds each sum to 8 digits of base two. With two ranks that is one addition; with hundreds it is worth a thought, so `reduce_dtype=torch.float32` is the careful choice.
+#
+# ## Save sharded, load on another number of ranks
+#
+# No rank has the whole model, and none should need to. `torch.distributed.checkpoint` (here `dcp`) lets each rank write its own shards, and a small file that says what lies where. When it loads, each rank reads what *it* needs, however many ranks there are now.
+
+
+# %%
+def sharded(n):
+    """A model and its Adam; whole when there is one rank."""
+    model = small_model(seed=n)  # other numbers for each n: only a load can make them equal
+    if n > 1:
+        fully_shard(model, mesh=mesh_of(n))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def whole(model, optimizer):
+    """Every parameter and Adam's two numbers for it, put together on all ranks."""
+    tensors = []
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]):
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            tensors.append(full.cpu())
+    return tensors
+
+
+def save(folder):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    model, optimizer = sharded(n)
+    for x, y in batches(3, rank, n):
+        train(model, optimizer, x, y) if False else None
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)  # all ranks
+    return whole(model, optimizer)
+
+
+def load(folder):
+    model, optimizer = sharded(dist.get_world_size())
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(state, checkpoint_id=folder)  # in place: each rank reads its part
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    rows = [len(p.to_local() if hasattr(p, "to_local") else p) for p in model.parameters()]
+    return whole(model, optimizer), rows
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+with tempfile.TemporaryDirectory() as folder:
+    saved, _ = launch(save, 2, folder)
+    print("files:", sorted(os.listdir(folder)))
+    for n in (1, 2, 4):
+        # Four ranks share the devices of two, where there are not more: nothing is timed here.
+        answers = launch(load, n, folder, oversubscribe=n > 2)
+        equal = all(
+            torch.equal(a, b) for loaded, _ in answers for a, b in zip(loaded, saved, strict=True)
+        )
+        print(f"{n} ranks: first weight's rows {[rows[0] for _, rows in answers]}, equal: {equal}")
+        assert equal
+
+# %% [markdown]
+# Equal to the last bit, and Adam's state too, on one rank, on two, and on four. Nine rows on four ranks are 3, 3, 3 and none. Only the *file* knew of two ranks.
+#
+# The state dictionaries' names come from the model, not from the wrapper: no `module.` prefix, so the file also fits the model without FSDP, as the load on one rank shows.
+#
+# ## Together with tensor parallelism
+#
+# Four ranks make a 2-D **mesh**: two rows, two columns. Along one dimension a layer is split as in [lesson 08](08_model_and_pipeline_parallel.ipynb): the first weight by its output (`ColwiseParallel`), the second by its input (`RowwiseParallel`). Along the other, `fully_shard` shards what is left over the replicas. The two ranks of a tensor-parallel pair see the *same* samples.
+#
+# Where you have fewer than four devices, four ranks share them. Timings would mean nothing; results do.
+#
+# **Predict.** The first weight has 8 rows and 6 columns. What shape does each of four ranks have?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def two_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3))
+    return model.double().to(my_device())
+
+
+def two_dimensions(steps):
+    mesh = mesh_of(2, 2, names=("data", "tensor"))
+    model = two_layers()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])  # tensor parallelism first, then the shards
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    replica = mesh["data"].get_local_rank()
+    for x, y in batches(steps, replica, 2):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [model[i].weight.to_local().detach().cpu() for i in (0, 2, 4)]
+
+
+def two_layers_alone(steps):
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [model[i].weight.detach().cpu() for i in (0, 2, 4)]
+
+
+parts = launch(two_dimensions, 4, 10, oversubscribe=True)
+for rank, (first, second, _) in enumerate(parts):
+    shapes = tuple(first.shape), tuple(second.shape)
+    print(f"rank {rank} (replica {rank // 2}, half {rank % 2}): first and second weight {shapes}")
+
+# Put together by hand: rank 2·d + t has replica d's rows of the half t.
+halves = [[torch.cat([parts[t][i], parts[2 + t][i]]) for t in (0, 1)] for i in (0, 1)]
+first, second = torch.cat(halves[0], dim=0), torch.cat(halves[1], dim=1)
+third = torch.cat([parts[0][2], parts[2][2]])
+(want,) = launch(two_layers_alone, 1, 10)
+error = max((a - b).abs().max() for a, b in zip((first, second, third), want, strict=True))
+print("weights equal one device's, below 1e-12:", bool(error < 1e-12))
+assert error < 1e-12
+
+# %% [markdown]
+# Each rank has a quarter of each split weight. On a cluster the tensor dimension goes inside a machine, where links are fast, because it talks in every layer's forward and backward; the data dimension goes across machines.
+#
+# ## Break it: the optimizer came first
+#
+# `fully_shard` *replaces* the parameters of the model. An optimizer that was made before has the old ones.
+#
+# **Predict.** Is there an error?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def five_losses(optimizer_first):
+    model = make_model()
+    if optimizer_first:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    shard(model)
+    if not optimizer_first:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x, y = make_batch()
+    losses = [train(model, optimizer, x, y) for _ in range(5)]
+    mine = {id(p) for p in model.parameters()}
+    shared = sum(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+    return losses[-1] < losses[0], shared
+
+
+for name, first in {"optimizer first": True, "shard first": False}.items():
+    learns, shared = launch(five_losses, 2, first)[0]
+    print(f"{name:16} learns: {learns}; parameters that model and optimizer share: {shared}")
+
+# %% [markdown]
+# No error, no warning, and the loss stands still. The last column is how to find it: the optimizer's parameters are not the model's. Shard first, then make the optimizer.
+#
+# ## Break it: a norm of my shards
+#
+# Gradients are often **clipped**: when the norm of all gradients together is above a limit, all are scaled down. A rank that computes the norm of what it has gets the norm of its shards.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def norms():
+    model = shard(make_model())
+    x, y = make_batch()
+    F.cross_entropy(model(x), y).backward()
+    mine = torch.cat([p.grad.to_local().flatten() for p in model.parameters()]).norm()
+    total = mine.square()
+    dist.all_reduce(total)
+    torchs = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1e9)  # clips nothing: the norm
+    ddp = DistributedDataParallel(make_model())
+    F.cross_entropy(ddp(x), y).backward()
+    want = torch.cat([p.grad.flatten() for p in ddp.parameters()]).norm()
+    return [n.item() / want.item() for n in (mine, total.sqrt(), torchs.full_tensor())]
+
+
+ratios = launch(norms, 2)
+for number, name in enumerate(["of my shards", "squares all-reduced", "clip_grad_norm_"]):
+    right = [abs(ratio[number] - 1) < 1e-5 for ratio in ratios]
+    print(f"{name:20} equals DDP's norm on rank 0, rank 1: {right}")
+print("two ranks, two different norms:", abs(ratios[0][0] - ratios[1][0]) > 1e-4)
+
+# %% [markdown]
+# With a norm of its own each rank scales its shards by another factor, and the step points in another direction. Nobody notices, because no two ranks hold the same number. `torch.nn.utils.clip_grad_norm_` knows DTensors; what you compute from `to_local()` yourself needs an all-reduce of the squares.
+#
+# ## Break it: rank 0 saves
+#
+# With DDP only rank 0 saves, because all ranks have the same. With shards, asking for the whole is a collective. The launch gets a deadline of a few seconds.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def rank_0_saves():
+    model = shard(small_model())
+    if dist.get_rank() == 0:
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return "done"
+
+
+def all_ranks_call():
+    model = shard(small_model())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return len(get_model_state_dict(model, options=options))  # whole on rank 0 only
+
+
+try:
+    launch(rank_0_saves, 2, timeout=6)
+except LaunchTimeout as hung:
+    text = str(hung)
+    print("ended by the deadline; the stack of rank 0 is in state_dict.py:", "state_dict" in text)
+else:
+    raise AssertionError("rank 0 alone must hang")
+print("all ranks call it, entries on rank 0 and rank 1:", launch(all_ranks_call, 2))
+
+# %% [markdown]
+# The symptom is a hang. The stacks say where: rank 0 waits in a collective, rank 1 has returned or waits elsewhere. The cure: all ranks call it. With `cpu_offload=True` rank 0 gets the whole dictionary, and the others an empty one. For anything that is large, save sharded instead.
+#
+# ## Then → now
+#
+# FairScale's `FullyShardedDataParallel` moved into PyTorch as `torch.distributed.fsdp.FullyShardedDataParallel` (FSDP1), and [PyTorch's tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html) calls that deprecated today: `fully_shard` replaces it. FSDP1 also refuses to run without an accelerator, so this course could not have taught it on a CPU.
+
+
+# %% then="FullyShardedDataParallel(model)" now="fully_shard(model)" since="PyTorch 2.6"
+def then_and_now():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    then = "it runs"
+    try:
+        FullyShardedDataParallel(small_model())
+    except RuntimeError as refused:
+        then = str(refused)
+    now = fully_shard(small_model(), mesh=mesh_of(dist.get_world_size()))
+    return my_device().type, then, type(now).__name__
+
+
+where, then, now = launch(then_and_now, 2)[0]
+print(f"then, on {where}: {then}\nnow,  on {where}: {now}")
+assert where == "cuda" or "accelerator" in then
+
+# %% [markdown]
+# ## From a shell, and what this machine cannot show
+#
+# As a script the training functions start with `dist.init_process_group()`, and this starts them: `torchrun --standalone --nproc-per-node=2 train.py`. On several machines FSDP2 changes nothing but the mesh.
+#
+# Two cores show memory, bytes and equality, exactly. They do not show speed: whether the all-gather of the next layer hides behind this layer's computing depends on the GPU and the links, and CUDA's allocator rounds up what the budget counts exactly. Which stage, then? The lowest that fits. When DDP fits, nothing here is faster by itself. When only the optimizer's state is too much, do not reshard. When the parameters are too much, stage 3.
+#
+# ## Exercise
+#
+# [Exercise 09](../exercises/09_sharded_training.ipynb): the memory of a rank at each stage, and FSDP2's shards with padding, there and back. About 30 minutes.
+#
+# ## Recap
+#
+# DDP keeps n copies of what is the same everywhere; stages 1, 2 and 3 shard the optimizer's state, then the gradients, then the parameters. Reduce-scatter and all-gather are the halves of an all-reduce, so stage 2 sends what DDP sends, and stage 3 half as much again. Shards are for all ranks: norms, checkpoints and whole tensors are collectives, and the optimizer is made from the shards.
+#
+# 1. 1 billion parameters, float32, Adam, 4 ranks: how many GiB a rank for parameters, gradients and state under DDP, and under stage 3?
+# 2. Your job was saved on 8 ranks and has 6 now. What do you have to convert?
+# 3. After a move to `fully_shard` the loss is the same number at every step. Where do you look first?
+#
+# <details><summary>Answers</summary>
+#
+# 1. 16 bytes each are 16·10⁹ bytes, 14.9 GiB; a quarter, 3.7 GiB, plus room for gathered layers; activations come on top of both.
+# 2. Nothing, if it was saved with `torch.distributed.checkpoint`: each rank reads what it needs.
+# 3. Whether the optimizer was made before `fully_shard`: compare its parameters with the model's.
+#
+# </details>
+#
+# Go on with [exercise 09](../exercises/09_sharded_training.ipynb).
