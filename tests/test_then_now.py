@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LESSON = (Path(__file__).parent / "fixtures" / "00_lesson.py").read_text("utf-8")
 KEYS = """then="Trainer(gpus=2)" now="f(a | b['<c>'])" since="Lightning 2.0\""""
 CELL = 'print("`old` | new")'
-ADDED = f"# %% {KEYS}\n{CELL}\n"
+ADDED = f"# %% {KEYS}\n# NBVAL_CHECK_OUTPUT\n{CELL}\n"
 
 
 def course(folder: Path, **lessons: str) -> Path:
