@@ -1,0 +1,569 @@
+"""Tasks of lesson 09: bytes of a rank at every stage, and shards with padding, there and back."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+from ..task import Finding, Task, Wrong, describe, is_list, is_number, item
+
+# --- 09-memory --------------------------------------------------------------------------
+
+KINDS = ("parameters", "gradients", "optimizer state")
+COSTS = (
+    {"parameters": 4, "gradients": 4, "optimizer state": 8},  # Adam in float32
+    {"parameters": 2, "gradients": 2, "optimizer state": 12},  # Adam, mixed precision
+    {"parameters": 4, "gradients": 4, "optimizer state": 4},  # SGD with momentum
+)
+
+
+def _memory_inputs(seed: int) -> dict:
+    rng = random.Random(seed)
+    bytes_, stages = [], []
+    for costs in COSTS:
+        n = rng.choice([2, 4, 8])
+        even = rng.randint(1_000, 9_000) * n
+        for stage in range(4):
+            bytes_.append({"numbers": even, "n": n, "stage": stage, "costs": costs})
+        # A prime never divides without a rest, and more than half of the rest is missing.
+        uneven, n = rng.choice([(10_007, 3), (10_007, 6), (10_009, 4), (20_011, 7), (20_011, 5)])
+        for stage in (1, 3):
+            bytes_.append({"numbers": uneven, "n": n, "stage": stage, "costs": costs})
+        # Limits in the middle between two stages, so that rounding decides nothing.
+        n, numbers = rng.choice([4, 8]), rng.randint(100, 900) * 1_000
+        need = [sum(_bytes_of(numbers, n, stage, costs)) for stage in range(4)]
+        for high, low in zip([2 * need[0], *need], [*need, 0], strict=True):
+            case = {"numbers": numbers, "n": n, "costs": costs, "limit": (high + low) // 2}
+            stages.append(case)
+        stages.append({"numbers": numbers, "n": n, "costs": costs, "limit": need[1]})  # just fits
+    return {"bytes": bytes_, "stages": stages}
+
+
+def _bytes_of(numbers: int, n: int, stage: int, costs: dict) -> tuple[int, int, int]:
+    """Stage by stage as the paper tells it, in whole numbers."""
+    share = -(-numbers // n)
+    parameters = share if stage == 3 else numbers
+    gradients = share if stage >= 2 else numbers
+    state = share if stage >= 1 else numbers
+    return (
+        parameters * costs["parameters"],
+        gradients * costs["gradients"],
+        state * costs["optimizer state"],
+    )
+
+
+def _memory_run(student, inputs: dict) -> dict:
+    return {
+        "bytes": [
+            student.rank_bytes(case["numbers"], case["n"], case["stage"], dict(case["costs"]))
+            for case in inputs["bytes"]
+        ],
+        "stages": [
+            student.lowest_stage(case["numbers"], case["n"], dict(case["costs"]), case["limit"])
+            for case in inputs["stages"]
+        ],
+    }
+
+
+def _memory_expected(inputs: dict) -> dict:
+    stages = []
+    for case in inputs["stages"]:
+        numbers, n, costs = case["numbers"], case["n"], case["costs"]
+        fits = [s for s in range(4) if sum(_bytes_of(numbers, n, s, costs)) <= case["limit"]]
+        stages.append(min(fits, default=None))
+    keys = ("numbers", "n", "stage", "costs")
+    return {
+        "bytes": [
+            dict(zip(KINDS, _bytes_of(*(case[key] for key in keys)), strict=True))
+            for case in inputs["bytes"]
+        ],
+        "stages": stages,
+    }
+
+
+def _memory_why(case: dict, want: dict, answer: Any) -> str:
+    words = f"stage {case['stage']}, {case['numbers']} numbers, {case['n']} ranks: "
+    if type(answer) is not dict or set(answer) != set(KINDS):
+        keys = ", ".join(repr(kind) for kind in KINDS)
+        return f"{words}a dict with the keys {keys} was expected, not {describe(answer)}"
+    for kind in KINDS:
+        got = answer[kind]
+        if not is_number(got):
+            return f"{words}{kind}: a number of bytes was expected, not {describe(got)}"
+        if got != want[kind]:
+            how = "more" if got > want[kind] else "less"
+            return f"{words}your {kind} take {how} than a rank has to keep"
+    return ""
+
+
+def _memory_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
+    why = dict.fromkeys(("whole", "sharded", "padded"), "")
+    for number, (case, want) in enumerate(zip(inputs["bytes"], expected["bytes"], strict=True)):
+        about = "padded" if case["numbers"] % case["n"] else "sharded" if case["stage"] else "whole"
+        why[about] = why[about] or _memory_why(case, want, item(item(got, "bytes"), number))
+    stages = ""
+    for number, (case, want) in enumerate(zip(inputs["stages"], expected["stages"], strict=True)):
+        answer = item(item(got, "stages"), number)
+        if stages or (answer is None and want is None):
+            continue
+        words = f"{case['numbers']} numbers on {case['n']} ranks, limit {case['limit']} bytes: "
+        if type(answer) is not int:
+            if answer is None:
+                stages = f"{words}you say that nothing fits, but a stage does"
+            else:
+                stages = f"{words}a stage or None was expected, not {describe(answer)}"
+        elif want is None:
+            stages = f"{words}no stage fits, and None says so"
+        elif answer != want:
+            stages = words + ("a lower stage fits" if answer > want else "your stage does not fit")
+    return [
+        Finding("stage 0 keeps everything whole", 1, why["whole"]),
+        Finding("stages 1, 2 and 3 shard one kind more each", 2, why["sharded"]),
+        Finding("a shard has its share of the padding", 1, why["padded"]),
+        Finding("the lowest stage that fits", 1, stages),
+    ]
+
+
+_STAGE = """
+def lowest_stage(numbers, n, costs, limit):
+    for stage in range(4):
+        if sum(rank_bytes(numbers, n, stage, costs).values()) <= limit:
+            return stage
+    return None
+"""
+
+MEMORY = Task(
+    id="09-memory",
+    title="bytes of a rank at every stage",
+    points=5,
+    functions=("rank_bytes", "lowest_stage"),
+    inputs=_memory_inputs,
+    run=_memory_run,
+    expected=_memory_expected,
+    judge=_memory_judge,
+    hints=(
+        "Which of the three kinds is sharded first, which next, which last? And how long is a "
+        "shard when the number of ranks does not divide the numbers?",
+        "A kind is sharded from a certain stage on: optimizer state from 1, gradients from 2, "
+        "parameters from 3. A shard has ⌈numbers / n⌉ entries, because all shards are equally "
+        "long. For the lowest stage try 0, 1, 2, 3 in turn.",
+        "`first = {'optimizer state': 1, 'gradients': 2, 'parameters': 3}`; "
+        "`length = -(-numbers // n)`; for each kind the entries are `length` if "
+        "`stage >= first[kind]`, otherwise `numbers`, times `costs[kind]`.",
+    ),
+    wrong=(
+        Wrong(
+            "parameters are sharded first",
+            """
+def rank_bytes(numbers, n, stage, costs):
+    order = ["parameters", "gradients", "optimizer state"]
+    length = -(-numbers // n)
+    return {
+        kind: cost * (length if kind in order[:stage] else numbers) for kind, cost in costs.items()
+    }
+"""
+            + _STAGE,
+            1,
+        ),
+        Wrong(
+            "everything is sharded from stage 1 on",
+            """
+def rank_bytes(numbers, n, stage, costs):
+    length = -(-numbers // n) if stage else numbers
+    return {kind: cost * length for kind, cost in costs.items()}
+"""
+            + _STAGE,
+            1,
+        ),
+        Wrong(
+            "no padding: bytes divided by the ranks",
+            """
+def rank_bytes(numbers, n, stage, costs):
+    order = ["optimizer state", "gradients", "parameters"]
+    return {
+        kind: cost * numbers / (n if kind in order[:stage] else 1) for kind, cost in costs.items()
+    }
+"""
+            + _STAGE,
+            4,
+        ),
+        Wrong(
+            "the rest is dropped",
+            """
+def rank_bytes(numbers, n, stage, costs):
+    order = ["optimizer state", "gradients", "parameters"]
+    return {
+        kind: cost * (numbers // n if kind in order[:stage] else numbers)
+        for kind, cost in costs.items()
+    }
+"""
+            + _STAGE,
+            4,
+        ),
+        Wrong(
+            "always stage 3",
+            """
+def rank_bytes(numbers, n, stage, costs):
+    order = ["optimizer state", "gradients", "parameters"]
+    length = -(-numbers // n)
+    return {
+        kind: cost * (length if kind in order[:stage] else numbers) for kind, cost in costs.items()
+    }
+
+
+def lowest_stage(numbers, n, costs, limit):
+    return 3
+""",
+            4,
+        ),
+        Wrong(
+            "a limit that is just met does not count",
+            """
+def rank_bytes(numbers, n, stage, costs):
+    order = ["optimizer state", "gradients", "parameters"]
+    length = -(-numbers // n)
+    return {
+        kind: cost * (length if kind in order[:stage] else numbers) for kind, cost in costs.items()
+    }
+
+
+def lowest_stage(numbers, n, costs, limit):
+    for stage in range(4):
+        if sum(rank_bytes(numbers, n, stage, costs).values()) < limit:
+            return stage
+    return None
+""",
+            4,
+        ),
+    ),
+)
+
+# --- 09-shards --------------------------------------------------------------------------
+
+# Shapes of the parameters: (rows,) or (rows, columns). With so many ranks the first group has
+# no rest; the others have one, or fewer rows than ranks.
+
+
+def _shards_inputs(seed: int) -> dict:
+    rng = random.Random(seed)
+
+    def tensors(rows: list[int]) -> list:
+        """Whole numbers from 1 on: none is 0, so padding can be told from them."""
+        made = []
+        for count in rows:
+            width = rng.randint(2, 4)
+            matrix = [[float(rng.randint(1, 99)) for _ in range(width)] for _ in range(count)]
+            made.append(matrix if rng.random() < 0.6 else [row[0] for row in matrix])
+        return made
+
+    cases = [
+        {"about": "even", "n": 2, "tensors": tensors([4, 2, 6])},
+        {"about": "even", "n": 3, "tensors": tensors([3, 6])},
+        {"about": "uneven", "n": 2, "tensors": tensors([5, 1, 3])},
+        {"about": "uneven", "n": 3, "tensors": tensors([7, 4, 1])},
+        {"about": "uneven", "n": 4, "tensors": tensors([5, 9, 2])},  # 5 rows: the last has none
+    ]
+    for case in cases:
+        case["flats"] = _flats(case["tensors"], case["n"])
+    return {"cases": cases, "together": tensors([7, 4, 1, 3])}
+
+
+def _flats(tensors: list, n: int) -> list:
+    """What each rank must have, row by row: row r belongs to rank r // height."""
+    flats: list[list[float]] = [[] for _ in range(n)]
+    for tensor in tensors:
+        height = math.ceil(len(tensor) / n)
+        width = len(tensor[0]) if type(tensor[0]) is list else 1
+        for place in range(n * height):
+            row = tensor[place] if place < len(tensor) else [0.0] * width
+            flats[place // height] += row if type(row) is list else [row]
+    return flats
+
+
+def _shards_run(student, inputs: dict) -> dict:
+    """Each function by itself, in this process; then both on two real ranks."""
+    import torch
+
+    def listed(value):
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    def made(tensors):
+        return [torch.tensor(tensor) for tensor in tensors]
+
+    cases = []
+    for case in inputs["cases"]:
+        n, tensors = case["n"], made(case["tensors"])
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        flats = [student.shard(made(case["tensors"]), rank, n) for rank in range(n)]
+        back = student.unshard([torch.tensor(flat) for flat in case["flats"]], shapes)
+        back = [listed(b) for b in back] if isinstance(back, (list, tuple)) else back
+        cases.append({"flats": [listed(flat) for flat in flats], "back": back})
+
+    shard, unshard, together = student.shard, student.unshard, inputs["together"]
+    pair = [shard(made(together), rank, 2) for rank in range(2)]
+    flat = all(isinstance(p, torch.Tensor) and p.dim() == 1 and len(p) for p in pair)
+    if not flat or len(pair[0]) != len(pair[1]):
+        # Messages of different lengths would leave the ranks waiting for each other.
+        return {"cases": cases, "together": "not run"}
+
+    def there_and_back(together):
+        import torch
+        import torch.distributed as dist
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        tensors = [torch.tensor(tensor, device=device) for tensor in together]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        mine = shard(tensors, dist.get_rank(), 2).contiguous()
+        flats = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(flats, mine)
+        back = unshard(flats, shapes)
+        back = list(back) if isinstance(back, (list, tuple)) else [back]
+        return [b.tolist() if isinstance(b, torch.Tensor) else None for b in back]
+
+    from course_utils.launch import launch
+
+    return {"cases": cases, "together": launch(there_and_back, 2, together, oversubscribe=True)}
+
+
+def _shards_expected(inputs: dict) -> dict:
+    return {
+        "cases": [{"flats": case["flats"], "back": case["tensors"]} for case in inputs["cases"]],
+        "together": [inputs["together"]] * 2,
+    }
+
+
+def _same(got: Any, want: Any) -> bool:
+    if type(want) is list:
+        return is_list(got, len(want)) and all(map(_same, got, want))
+    return is_number(got) and got == want
+
+
+def _flat_why(words: str, rank: int, flat: Any, want: list) -> str:
+    if not is_list(flat) or not all(is_number(value) for value in flat):
+        return f"{words}, rank {rank}: a tensor of one dimension was expected, not {describe(flat)}"
+    if _same(flat, want):
+        return ""
+    if len(flat) != len(want):
+        how = "longer" if len(flat) > len(want) else "shorter"
+        return f"{words}, rank {rank}: the shard is {how} than its rows with their padding"
+    if flat.count(0.0) != want.count(0.0):
+        return f"{words}, rank {rank}: the padding is not zeros, or not as many as rows are missing"
+    if sorted(flat) == sorted(want):
+        return f"{words}, rank {rank}: the right numbers, in another order"
+    if any(value not in want for value in flat):
+        return f"{words}, rank {rank}: it has rows that belong to another rank"
+    return f"{words}, rank {rank}: its rows are not those that torch.chunk gives it"
+
+
+def _shards_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
+    why = dict.fromkeys(("even", "uneven", "length", "back"), "")
+    for number, (case, want) in enumerate(zip(inputs["cases"], expected["cases"], strict=True)):
+        answer, n = item(item(got, "cases"), number), case["n"]
+        rows = [len(tensor) for tensor in case["tensors"]]
+        words = f"{n} ranks, parameters of {', '.join(map(str, rows))} rows"
+        flats = [item(item(answer, "flats"), rank) for rank in range(n)]
+        for rank, (flat, goal) in enumerate(zip(flats, want["flats"], strict=True)):
+            about = case["about"]
+            why[about] = why[about] or _flat_why(words, rank, flat, goal)
+        lengths = {len(flat) if is_list(flat) else -1 for flat in flats}
+        if len(lengths) > 1 or lengths & {-1, 0}:
+            why["length"] = why["length"] or f"{words}: the ranks' shards differ in length"
+        back = item(answer, "back")
+        if not why["back"] and not _same(back, want["back"]):
+            if not is_list(back, len(rows)):
+                number_of = f"{len(rows)} tensors were expected"
+                why["back"] = f"{words}: {number_of}, not {describe(back)}"
+            else:
+                bad = next(i for i, t in enumerate(want["back"]) if not _same(back[i], t))
+                shaped = _shape(back[bad]) == _shape(want["back"][bad])
+                what = "numbers" if shaped else "shape"
+                why["back"] = f"{words}: parameter {bad} comes back with another {what}"
+    together = item(got, "together")
+    not_run = "not run: on two ranks the shards differ in length, or are not flat tensors"
+    wrong = "a rank did not get back what went in"
+    ranks = "" if _same(together, expected["together"]) else wrong
+    return [
+        Finding("all ranks' shards have the same length", 1, why["length"]),
+        Finding("a rank has its rows, one parameter after the other", 1, why["even"]),
+        Finding("zeros stand for the rows that are missing", 1, why["uneven"]),
+        Finding("unshard gives back every parameter", 1, why["back"]),
+        Finding("there and back on two ranks", 1, not_run if together == "not run" else ranks),
+    ]
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if type(value) is not list:
+        return ()
+    return (len(value), *(_shape(value[0]) if value else ()))
+
+
+_UNSHARD = """
+def unshard(flats, shapes):
+    n, start, whole = len(flats), 0, []
+    for shape in shapes:
+        height = -(-shape[0] // n)
+        length = height * math.prod(shape[1:])
+        parts = [flat[start : start + length].view(height, *shape[1:]) for flat in flats]
+        whole.append(torch.cat(parts)[: shape[0]])
+        start += length
+    return whole
+"""
+_IMPORTS = """
+import math
+
+import torch
+"""
+
+SHARDS = Task(
+    id="09-shards",
+    title="shard and unshard, with padding",
+    points=5,
+    functions=("shard", "unshard"),
+    inputs=_shards_inputs,
+    run=_shards_run,
+    expected=_shards_expected,
+    judge=_shards_judge,
+    hints=(
+        "Take one parameter of 5 rows and 4 ranks. How high is a full part, which rows does "
+        "rank 2 have, which rank 3, and how many rows of zeros does each need?",
+        "The height of a part is ⌈rows / n⌉; rank r has the rows from r·height up to "
+        "(r+1)·height, as many of them as exist; the rest of the height are rows of zeros. "
+        "To come back, cut height·columns numbers from each rank's flat tensor, join the parts, "
+        "and keep only the first `shape[0]` rows.",
+        "`part = p[r * height : (r + 1) * height]`; `missing = height - len(part)`; "
+        "`torch.cat([part, part.new_zeros(missing, *p.shape[1:])]).flatten()`, for each p, and "
+        "`torch.cat` of these. In `unshard` keep a position `start` that grows by "
+        "`height * math.prod(shape[1:])` for each shape.",
+    ),
+    wrong=(
+        Wrong(
+            "no padding",
+            _IMPORTS
+            + """
+def shard(parameters, rank, n):
+    parts = []
+    for p in parameters:
+        chunks = p.chunk(n)
+        parts.append(chunks[rank].flatten() if rank < len(chunks) else p.new_empty(0))
+    return torch.cat(parts)
+
+
+def unshard(flats, shapes):
+    places, whole = [0] * len(flats), []
+    for shape in shapes:
+        height, parts = -(-shape[0] // len(flats)), []
+        for rank, flat in enumerate(flats):
+            rows = max(0, min(height, shape[0] - rank * height))
+            length = rows * math.prod(shape[1:])
+            parts.append(flat[places[rank] : places[rank] + length].view(rows, *shape[1:]))
+            places[rank] += length
+        whole.append(torch.cat(parts))
+    return whole
+""",
+            1,
+        ),
+        Wrong(
+            "all in one flat tensor, padded once (ZeRO's layout)",
+            _IMPORTS
+            + """
+def shard(parameters, rank, n):
+    flat = torch.cat([p.flatten() for p in parameters])
+    flat = torch.nn.functional.pad(flat, (0, -len(flat) % n))
+    return flat.chunk(n)[rank]
+
+
+def unshard(flats, shapes):
+    flat = torch.cat(list(flats))
+    sizes = [math.prod(shape) for shape in shapes]
+    return [p.view(shape) for p, shape in zip(flat[: sum(sizes)].split(sizes), shapes)]
+""",
+            2,
+        ),
+        Wrong(
+            "rows dealt like cards",
+            _IMPORTS
+            + """
+def shard(parameters, rank, n):
+    parts = []
+    for p in parameters:
+        rows = p[rank::n]
+        missing = -(-len(p) // n) - len(rows)
+        parts.append(torch.cat([rows, p.new_zeros(missing, *p.shape[1:])]).flatten())
+    return torch.cat(parts)
+
+
+def unshard(flats, shapes):
+    n, start, whole = len(flats), 0, []
+    for shape in shapes:
+        height = -(-shape[0] // n)
+        length = height * math.prod(shape[1:])
+        parts = [flat[start : start + length].view(height, *shape[1:]) for flat in flats]
+        whole.append(torch.stack(parts, dim=1).flatten(0, 1)[: shape[0]])
+        start += length
+    return whole
+""",
+            2,
+        ),
+        Wrong(
+            "rows spread evenly, as tensor_split does",
+            _IMPORTS
+            + """
+def shard(parameters, rank, n):
+    parts = []
+    for p in parameters:
+        rows = p.tensor_split(n)[rank]
+        missing = -(-len(p) // n) - len(rows)
+        parts.append(torch.cat([rows, p.new_zeros(missing, *p.shape[1:])]).flatten())
+    return torch.cat(parts)
+
+
+def unshard(flats, shapes):
+    n, start, whole = len(flats), 0, []
+    for shape in shapes:
+        height = -(-shape[0] // n)
+        length = height * math.prod(shape[1:])
+        parts = []
+        for rank, flat in enumerate(flats):
+            rows = shape[0] // n + (rank < shape[0] % n)
+            parts.append(flat[start : start + length].view(height, *shape[1:])[:rows])
+        whole.append(torch.cat(parts))
+        start += length
+    return whole
+""",
+            3,
+        ),
+        Wrong(
+            "the padding is not taken off again",
+            _IMPORTS
+            + """
+def shard(parameters, rank, n):
+    parts = []
+    for p in parameters:
+        height = -(-len(p) // n)
+        rows = p[rank * height : (rank + 1) * height]
+        parts.append(torch.cat([rows, p.new_zeros(height - len(rows), *p.shape[1:])]).flatten())
+    return torch.cat(parts)
+"""
+            + _UNSHARD.replace("[: shape[0]]", ""),
+            3,
+        ),
+        Wrong(
+            "padded with the first row",
+            _IMPORTS
+            + """
+def shard(parameters, rank, n):
+    parts = []
+    for p in parameters:
+        height = -(-len(p) // n)
+        rows = p[rank * height : (rank + 1) * height]
+        parts.append(torch.cat([rows, *[p[:1]] * (height - len(rows))]).flatten())
+    return torch.cat(parts)
+"""
+            + _UNSHARD,
+            4,
+        ),
+    ),
+)
+
+TASKS = (MEMORY, SHARDS)
