@@ -219,7 +219,7 @@ for p in RANKS:
         counts.append(max(sent[way] for sent, _ in reports) / (840 * 4))
 
 fig, ax = plt.subplots()
-for (way, counts), label in zip(busiest.items(), ["ring", "by way of the root"], strict=True):
+for label, counts in zip(["ring", "by way of the root"], busiest.values(), strict=True):
     ax.plot(RANKS, counts, label=f"{label}: counted", linestyle="")
 smooth = np.linspace(2, 8, 50)
 ax.plot(smooth, 2 * (smooth - 1) / smooth, label="2(p−1)/p", marker="", color=plots.COLOURS[0])
@@ -571,12 +571,15 @@ asked = [start for start, _ in spans["all-reduce asked for"]]
 early = sum(start < last_gradient for start in asked)
 print("all-reduces in this backward pass:", len(asked))
 print("of them asked for before the last gradient was there:", early)
-print("backward() returned after the last one was asked for:", spans["all of backward()"][0][1] > max(asked))
+print(
+    "backward() returned after the last one was asked for:",
+    spans["all of backward()"][0][1] > max(asked),
+)
 assert len(asked) == 4 and early == 3
 
 # %%
 fig, ax = plt.subplots(figsize=(7, 3.2))
-for line, ((row, bars), hatch) in enumerate(zip(spans.items(), ["", "", "", "//"], strict=True)):
+for line, (bars, hatch) in enumerate(zip(spans.values(), ["", "", "", "//"], strict=True)):
     for start, stop in bars:
         ax.barh(
             line, max(stop - start, 0.05), left=start, height=0.6, color=plots.COLOURS[line],
@@ -670,7 +673,9 @@ for link, result in taken.items():
     ax.errorbar(range(len(CAPS)), middle, yerr=spread, label=link, capsize=3)
     best = result.ratio("1 bucket", min(CAPS.values(), key=lambda name: result[name].median))
     gained = best.low > 1
-    found.append(f"{link}: {f'best is {best.median:.2f}× as fast as 1 bucket' if gained else 'no clear gain'}")
+    found.append(
+        f"{link}: {f'best is {best.median:.2f}× as fast as 1 bucket' if gained else 'no clear gain'}"
+    )
 ax.axhline(1, color="black", linestyle=":", marker="")
 ax.set_xticks(range(len(CAPS)), list(CAPS.values()))
 ax.set(xlabel="all-reduces in a backward pass", ylabel="time ÷ time without messages")
