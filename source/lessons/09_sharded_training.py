@@ -35,6 +35,7 @@
 # %%
 import os
 import tempfile
+import warnings
 from collections import Counter
 
 import matplotlib.pyplot as plt
@@ -121,7 +122,9 @@ for ax, (name, costs) in zip(
         values = [bytes_per_parameter(stage, n, costs) for n in ranks]
         ax.plot(ranks, values, label=f"stage {stage}")
     ax.set_xscale("log", base=2)
+    ax.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
     ax.set(xlabel=f"ranks ({name})", ylabel="bytes a parameter, on each rank", ylim=(0, 17))
+    ax.set_yticks(range(0, 17, 4))
 axes[1].set_ylabel("")
 fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
 fig.suptitle("Stages 1 and 2 end at a floor; only stage 3 goes to zero")
@@ -205,6 +208,11 @@ def on_one_device(steps):
     return [p.detach() for p in model.parameters()]
 
 
+# Their names before PyTorch 2.13 were reduce_scatter_tensor and all_gather_into_tensor.
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
 def stage_2_by_hand(steps):
     rank, n = dist.get_rank(), dist.get_world_size()
     model = small_model()
@@ -215,12 +223,12 @@ def stage_2_by_hand(steps):
         F.mse_loss(model(x), y).backward()
         gradients = flatten([p.grad for p in parameters], n)
         shard.grad = torch.empty_like(shard)
-        dist.reduce_scatter_tensor(shard.grad, gradients)
+        reduce_scatter(shard.grad, gradients)
         shard.grad /= n  # the mean of the ranks' means
         model.zero_grad()
         optimizer.step()
         whole = torch.empty_like(gradients)
-        dist.all_gather_into_tensor(whole, shard)
+        all_gather(whole, shard)
         with torch.no_grad():
             for parameter, value in zip(parameters, unflatten(whole, parameters), strict=True):
                 parameter.copy_(value)
@@ -232,7 +240,7 @@ def stage_2_by_hand(steps):
 
 
 by_hand = launch(stage_2_by_hand, 2, 20)
-for rank, (error, count, state) in enumerate(by_hand):
+for rank, (_, count, state) in enumerate(by_hand):
     print(f"rank {rank}: {count} parameters, Adam's first number for {state} of them, with padding")
 print("weights equal one device's, below 1e-12:", max(error for error, *_ in by_hand) < 1e-12)
 assert max(error for error, *_ in by_hand) < 1e-12
@@ -242,6 +250,25 @@ assert max(error for error, *_ in by_hand) < 1e-12
 #
 # This program still holds all gradients for a moment, before the reduce-scatter, and all parameters all the time. Stage 3 does the same layer by layer: gather a layer's parameters, use them, forget them.
 #
+# The two collectives have new names. Most programs that you will read use the old ones:
+
+
+# %% then="dist.reduce_scatter_tensor(part, whole), dist.all_gather_into_tensor(whole, part)" now="dist.reduce_scatter_single(part, whole), dist.all_gather_single(whole, part)" since="PyTorch 2.13"
+def old_and_new():
+    whole, old = torch.arange(4.0, device=my_device()), torch.empty(2, device=my_device())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        dist.reduce_scatter_tensor(old, whole)
+    new = torch.empty_like(old)
+    reduce_scatter(new, whole)
+    return [str(w.message) for w in seen if w.category is FutureWarning], torch.equal(old, new)
+
+
+said, same = launch(old_and_new, 2)[0]
+print(*said, f"old and new give the same: {same}", sep="\n")
+assert same and (said or not hasattr(dist, "reduce_scatter_single"))
+
+# %% [markdown]
 # ## PyTorch's own: one change each
 #
 # | stage | API | change from DDP |
@@ -279,11 +306,11 @@ for (name, _, kind, says, zero), (*_, one) in zip(*views, strict=True):
 #
 # ## Memory a rank, measured
 #
-# A model with more parameters than activations: eight layers of 512 × 512 and one of 512 × 10, and 16 samples on each rank. Each call of `fully_shard` makes a **group**, which is gathered at once. So it is called for each layer, and then for the model, from the inside to the outside.
+# A model with more parameters than activations: eight layers of 512 × 512 and one of 512 × 10, and 16 samples on each rank. Each call of `fully_shard` makes a **group**, which is gathered at once. So it is called for each layer, and then for the model, from the inside to the outside. "One group" is stage 3 of somebody who called it for the model only.
 
 # %%
 WIDTH, DEPTH, SAMPLES = 512, 8, 16
-METHODS = ["DDP", "stage 1", "like 2", "stage 3"]
+METHODS = ["DDP", "stage 1", "like 2", "stage 3", "one group"]
 
 
 def make_model():
@@ -292,11 +319,11 @@ def make_model():
     return nn.Sequential(*layers, nn.Linear(WIDTH, 10)).to(my_device())
 
 
-def shard(model, **options):
+def shard(model, groups=True, **options):
     """Each layer with parameters is a group of its own, and the model is their root."""
     mesh = mesh_of(dist.get_world_size())
     for layer in model:
-        if isinstance(layer, nn.Linear):
+        if groups and isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
@@ -305,7 +332,7 @@ def build(method, model):
     if method in ("DDP", "stage 1"):
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
-        shard(model, reshard_after_forward=method == "stage 3")
+        shard(model, groups=method != "one group", reshard_after_forward=method != "like 2")
     if method == "stage 1":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
     else:
@@ -342,22 +369,22 @@ def weigh(method):
     optimizer.zero_grad()
     inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds its Adam inside
     with memory.meter(model, inner, x, y, record=True) as meter:
-        moments = {"forward": len(meter.changes)}
+        start = len(meter.changes)  # the meter has counted what was there
         loss = F.cross_entropy(model(x), y)
-        forward = meter.live
-        moments["backward"] = len(meter.changes)
+        forward, backward = meter.live, len(meter.changes) - start
         loss.backward()
-        moments["step"] = len(meter.changes)
+        step = len(meter.changes) - start
         optimizer.step()
-        after = meter.by_kind()
+        after, changes = meter.by_kind(), meter.changes[start:]
     return {"after": after, "forward": forward, "peak": meter.peak,
-            "changes": meter.changes, "moments": moments}  # fmt: skip
+            "changes": changes, "begins": {"backward": backward, "step": step}}  # fmt: skip
 
 
 weights = {method: launch(weigh, 2, method) for method in METHODS}
-parameters = sum(p.numel() for p in make_model().parameters())
+COUNT = sum(p.numel() for p in make_model().parameters())
+N = 4 * COUNT  # bytes of all parameters
 KEPT = ["parameters", "gradients", "optimizer state"]
-print(f"{parameters:,} parameters, {memory.size(4 * parameters)}; MiB on rank 0")
+print(f"{COUNT:,} parameters, N = {memory.size(N)}; MiB on rank 0")
 print(f"{'':10}", *(f"{kind:>16}" for kind in [*KEPT, "after forward", "peak"]))
 for method, (first, _) in weights.items():
     row = [*(first["after"][kind] for kind in KEPT), first["forward"], first["peak"]]
@@ -369,12 +396,13 @@ measured = {}
 for method, answers in weights.items():
     # ZeroRedundancyOptimizer gives whole parameters to the ranks, so take the ranks' mean.
     kept = sum(answer["after"][kind] for answer in answers for kind in KEPT) / 2
-    measured[method] = kept / parameters
+    measured[method] = kept / COUNT
     print(f"{method:10} keeps {measured[method]:.1f} bytes a parameter on each rank")
-for method, stage in {"DDP": 0, "stage 1": 1, "like 2": 3, "stage 3": 3}.items():
+for method, stage in zip(METHODS, (0, 1, 3, 3, 3), strict=True):
     assert abs(measured[method] - bytes_per_parameter(stage, 2, FLOAT32)) < 0.01, method
 peaks = {method: answers[0]["peak"] for method, answers in weights.items()}
-print("from the highest peak to the lowest:", ", ".join(sorted(peaks, key=peaks.get)[::-1]))
+print("lowest peak:", min(peaks, key=peaks.get))
+print("one group peaks above stage 3 by more than N:", peaks["one group"] - peaks["stage 3"] > N)
 
 # %%
 NAMES = [*KEPT, "activations", "other"]
@@ -386,7 +414,7 @@ for ax, method in zip(axes, ("DDP", "like 2", "stage 3"), strict=True):
     layers = ax.stackplot(range(len(lines[0])), lines, colors=plots.COLOURS[:5], labels=NAMES)
     for layer, hatch in zip(layers, HATCHES, strict=True):
         layer.set(hatch=hatch, edgecolor="white", linewidth=0)
-    for name, place in list(run["moments"].items())[1:]:
+    for name, place in run["begins"].items():
         ax.axvline(place, color="black", linestyle=":", linewidth=1.2, marker="")
         ax.text(place, 1.02, name, fontsize=9, ha="center", transform=ax.get_xaxis_transform())
     ax.set(xlabel=f"{method}: changes, in order", ylabel="MiB on rank 0")
@@ -406,7 +434,7 @@ plots.show(
 )
 
 # %% [markdown]
-# "Other" is where the gathered layers are. Without resharding they pile up during the forward pass, as "after forward" in the table says: all parameters are there once more. In stage 3 a layer is gathered, used, and forgotten; it comes again for the backward pass. The peak is above 8 bytes a parameter, because a gathered layer, the next one and their whole gradients need room. Smaller groups need less room and send more messages.
+# "Other" is where the gathered layers are. Without resharding they pile up during the forward pass, as "after forward" in the table says: all parameters are there once more. In stage 3 a layer is gathered, used, and forgotten; it comes again for the backward pass. The peak is above what is kept, because a gathered layer, the next one and their whole gradients need room. "One group" gathers everything at once, and has all whole gradients at once: its peak says why you call `fully_shard` for the layers too. (DDP's gradients count as "other" until backward has ended, because DDP makes them as parts of its buckets. Activations are too thin to see here.)
 #
 # Between steps "like 2" keeps as little as stage 3, less than the paper's stage 2: what it keeps whole it keeps only between forward and backward.
 #
@@ -452,23 +480,17 @@ def listen(method):
 
 
 # %% [markdown]
-# **Predict.** N is the size of the parameters. With two ranks DDP's all-reduce makes a rank send N bytes a step. How much does each of the others make it send? Remember the layers that are gathered twice.
+# **Predict.** N is the bytes of all parameters. With two ranks DDP's all-reduce makes a rank send N bytes a step. How much does each of the others make it send? Remember the layers that are gathered twice.
 
 # %%
 # NBVAL_CHECK_OUTPUT
-traffic = {method: launch(listen, 2, method)[0] for method in METHODS}
-size = 4 * parameters
-for method, (whole, _, sent) in traffic.items():
-    text = ", ".join(f"{kind} {bytes_ / size:.0f} N" for kind, bytes_ in sorted(whole.items()))
-    print(f"{method:10}{text:34} a rank sends {sent / size:.1f} N")
-
-# %%
-for method, (_, calls, sent) in traffic.items():
-    text = ", ".join(f"{number} × {kind}" for kind, number in sorted(calls.items()))
-    print(f"{method:10}{memory.size(round(sent)):>10} in {text}")
+traffic, _ = launch(lambda: {method: listen(method) for method in METHODS}, 2)
+for method, (whole, calls, sent) in traffic.items():
+    texts = [f"{kind} {whole[kind] / N:.0f} N in {calls[kind]}" for kind in sorted(whole)]
+    print(f"{method:10}{', '.join(texts):48} a rank sends {sent / N:.1f} N")
 
 # %% [markdown]
-# Gathering once costs nothing extra: reduce-scatter and all-gather are the two halves of an all-reduce. Gathering again for the backward pass costs half as much again, in more and smaller messages. That is the price of stage 3. `ZeroRedundancyOptimizer` pays it too, without need: DDP has already all-reduced all gradients when the optimizer broadcasts the new parameters.
+# Gathering once costs nothing extra: reduce-scatter and all-gather are the two halves of an all-reduce. Gathering again for the backward pass costs half as much again. That is the price of stage 3. Groups decide the number of messages, not the bytes: few and large ones suit a link that is slow to start, and cost memory. `ZeroRedundancyOptimizer` pays it too, without need: DDP has already all-reduced all gradients when the optimizer broadcasts the new parameters.
 #
 # This counts bytes, not time. On a fast link the all-gather of the next layer runs while this layer computes, and costs little; between two machines it may cost most of the step.
 #
@@ -482,9 +504,9 @@ for method, (_, calls, sent) in traffic.items():
 def final_weights(method):
     model, optimizer = build(method, make_model().double())
     x, y = make_batch()
-    loss = train(model, optimizer, x.double(), y, steps=5)
+    train(model, optimizer, x.double(), y, steps=5)
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return loss, torch.cat([p.detach().flatten() for p in whole]).cpu()
+    return torch.cat([p.detach().flatten() for p in whole])
 
 
 def one_device_weights():
@@ -496,20 +518,27 @@ def one_device_weights():
     model = make_model().double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     train(model, optimizer, x.double(), y, steps=5)
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-ends = {method: launch(final_weights, 2, method)[0] for method in METHODS}
-(one_device,) = launch(one_device_weights, 1)
-for method, (_, end) in ends.items():
-    to_ddp, to_one = ((end - other).abs().max() for other in (ends["DDP"][1], one_device))
-    print(f"{method:10}as DDP, below 1e-10: {bool(to_ddp < 1e-10)}", end="; ")
-    print(f"as one device, below 1e-10: {bool(to_one < 1e-10)}")
+def differences():
+    """Of each method: the largest difference to DDP's weights, and to one device's."""
+    ends = {method: final_weights(method) for method in METHODS}
+    others = ends["DDP"], one_device_weights()
+    return {
+        method: [(end - other).abs().max().item() for other in others]
+        for method, end in ends.items()
+    }
+
+
+different, _ = launch(differences, 2)
+for method, (to_ddp, to_one) in different.items():
+    print(f"{method:10}as DDP, below 1e-10: {to_ddp < 1e-10}", end="; ")
+    print(f"as one device, below 1e-10: {to_one < 1e-10}")
     assert to_ddp < 1e-10 and to_one < 1e-10
 
 # %%
-for method, (_, end) in ends.items():
-    to_ddp, to_one = ((end - other).abs().max() for other in (ends["DDP"][1], one_device))
+for method, (to_ddp, to_one) in different.items():
     print(f"{method:10}largest difference to DDP {to_ddp:.1e}, to one device {to_one:.1e}")
 
 # %% [markdown]
@@ -543,11 +572,11 @@ def with_policy(policy):
     return losses, wire.sent(2), model(x).dtype, kinds
 
 
-policies = {name: launch(with_policy, 2, policy)[0] for name, policy in POLICIES.items()}
+policies, _ = launch(lambda: {name: with_policy(p) for name, p in POLICIES.items()}, 2)
 print(f"{'':16}{'sent':>8}{'output':>18}{'shards':>16}{'their gradients':>18}")
 for name, (_, sent, output, kinds) in policies.items():
     kept, gradients = (", ".join(str(kind) for kind in each) for each in kinds)
-    print(f"{name:16}{sent / size:6.2f} N{output!s:>18}{kept:>16}{gradients:>18}")
+    print(f"{name:16}{sent / N:6.2f} N{output!s:>18}{kept:>16}{gradients:>18}")
 
 # %%
 for name, (losses, *_) in policies.items():
@@ -573,7 +602,7 @@ def sharded(n):
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def whole(model, optimizer):
+def all_state(model, optimizer):
     """Every parameter and Adam's two numbers for it, put together on all ranks."""
     tensors = []
     for parameter in model.parameters():
@@ -588,13 +617,12 @@ def save(folder):
     rank, n = dist.get_rank(), dist.get_world_size()
     model, optimizer = sharded(n)
     for x, y in batches(3, rank, n):
-        train(model, optimizer, x, y) if False else None
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
     of_model, of_optimizer = get_state_dict(model, optimizer)
     dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)  # all ranks
-    return whole(model, optimizer)
+    return all_state(model, optimizer)
 
 
 def load(folder):
@@ -606,7 +634,7 @@ def load(folder):
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     rows = [len(p.to_local() if hasattr(p, "to_local") else p) for p in model.parameters()]
-    return whole(model, optimizer), rows
+    return all_state(model, optimizer), rows
 
 
 # %%
@@ -645,6 +673,16 @@ def two_layers():
     return model.double().to(my_device())
 
 
+def two_layers_alone(steps):
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [model[i].weight.detach().cpu() for i in (0, 2, 4)]
+
+
 def two_dimensions(steps):
     mesh = mesh_of(2, 2, names=("data", "tensor"))
     model = two_layers()
@@ -656,20 +694,12 @@ def two_dimensions(steps):
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-    return [model[i].weight.to_local().detach().cpu() for i in (0, 2, 4)]
+    alone = two_layers_alone(steps)
+    return [model[i].weight.to_local().detach().cpu() for i in (0, 2, 4)], alone
 
 
-def two_layers_alone(steps):
-    model = two_layers()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for x, y in batches(steps):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return [model[i].weight.detach().cpu() for i in (0, 2, 4)]
-
-
-parts = launch(two_dimensions, 4, 10, oversubscribe=True)
+answers = launch(two_dimensions, 4, 10, oversubscribe=True)
+parts, want = [weights for weights, _ in answers], answers[0][1]
 for rank, (first, second, _) in enumerate(parts):
     shapes = tuple(first.shape), tuple(second.shape)
     print(f"rank {rank} (replica {rank // 2}, half {rank % 2}): first and second weight {shapes}")
@@ -678,13 +708,12 @@ for rank, (first, second, _) in enumerate(parts):
 halves = [[torch.cat([parts[t][i], parts[2 + t][i]]) for t in (0, 1)] for i in (0, 1)]
 first, second = torch.cat(halves[0], dim=0), torch.cat(halves[1], dim=1)
 third = torch.cat([parts[0][2], parts[2][2]])
-(want,) = launch(two_layers_alone, 1, 10)
 error = max((a - b).abs().max() for a, b in zip((first, second, third), want, strict=True))
 print("weights equal one device's, below 1e-12:", bool(error < 1e-12))
 assert error < 1e-12
 
 # %% [markdown]
-# Each rank has a quarter of each split weight. On a cluster the tensor dimension goes inside a machine, where links are fast, because it talks in every layer's forward and backward; the data dimension goes across machines.
+# Each rank has a quarter of each split weight. On a cluster the tensor dimension goes inside a machine, where links are fast, because it talks in every layer's forward and backward; the data dimension goes across machines ([PyTorch's tutorial](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html) does so).
 #
 # ## Break it: the optimizer came first
 #
@@ -753,34 +782,37 @@ print("two ranks, two different norms:", abs(ratios[0][0] - ratios[1][0]) > 1e-4
 
 # %%
 # NBVAL_CHECK_OUTPUT
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0, in its main memory
+
+
 def rank_0_saves():
     model = shard(small_model())
     if dist.get_rank() == 0:
-        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return "done"
+        get_model_state_dict(model, options=WHOLE)
 
 
 def all_ranks_call():
-    model = shard(small_model())
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return len(get_model_state_dict(model, options=options))  # whole on rank 0 only
+    return len(get_model_state_dict(shard(small_model()), options=WHOLE))
 
 
 try:
     launch(rank_0_saves, 2, timeout=6)
-except LaunchTimeout as hung:
-    text = str(hung)
-    print("ended by the deadline; the stack of rank 0 is in state_dict.py:", "state_dict" in text)
+except LaunchTimeout as deadline:
+    hung = str(deadline)
 else:
     raise AssertionError("rank 0 alone must hang")
+print("rank 1 has returned, rank 0 has not:", "rank 1 has returned" in hung)
 print("all ranks call it, entries on rank 0 and rank 1:", launch(all_ranks_call, 2))
 
+# %%
+print(*(line for line in hung.splitlines() if line and not line.startswith(" ")), sep="\n")
+
 # %% [markdown]
-# The symptom is a hang. The stacks say where: rank 0 waits in a collective, rank 1 has returned or waits elsewhere. The cure: all ranks call it. With `cpu_offload=True` rank 0 gets the whole dictionary, and the others an empty one. For anything that is large, save sharded instead.
+# The symptom is a hang. The launch says where each rank is: rank 0 waits inside a call that needs everybody, and rank 1 has passed it by. The cure: all ranks call it. With `cpu_offload=True` rank 0 gets the whole dictionary, and the others an empty one. For anything that is large, save sharded instead.
 #
 # ## Then → now
 #
-# FairScale's `FullyShardedDataParallel` moved into PyTorch as `torch.distributed.fsdp.FullyShardedDataParallel` (FSDP1), and [PyTorch's tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html) calls that deprecated today: `fully_shard` replaces it. FSDP1 also refuses to run without an accelerator, so this course could not have taught it on a CPU.
+# [FairScale](https://github.com/facebookresearch/fairscale)'s `FullyShardedDataParallel` moved into PyTorch as `torch.distributed.fsdp.FullyShardedDataParallel` (FSDP1), and [PyTorch's tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html) calls that deprecated today: `fully_shard` replaces it. FSDP1 also refuses to run without an accelerator, so this course could not have taught it on a CPU.
 
 
 # %% then="FullyShardedDataParallel(model)" now="fully_shard(model)" since="PyTorch 2.6"
