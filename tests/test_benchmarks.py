@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks import common
+from benchmarks import common, scaling_bench
 from benchmarks.__main__ import NAMES, PAGE, describe, page, section
 from course_utils.timing import Timing
 
@@ -101,6 +102,52 @@ def test_the_quietest_attempt_is_kept_whatever_it_measured(monkeypatch):
     monkeypatch.setattr(common, "OtherWork", Others)
     measured = iter("abc")
     assert common.quietest(lambda: next(measured)) == ("b", 10.0)
+
+
+@pytest.mark.slow
+def test_scaling_in_a_small_way(monkeypatch):
+    """Real ranks by every method, to the same loss (else it raises), and none is left."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    groups = [("launch", 1), ("launch", 2), ("torchrun", 2), ("Lightning", 2)]
+    before = set(psutil.Process().children(recursive=True))
+    runs, steps, starts, _ = scaling_bench.measure(groups, (2,), rounds=1, seconds=0.0)
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert list(runs) == [(*group, 2) for group in groups] and steps == {2: 3}
+    found = scaling_bench.results(runs, steps, starts, devices=2, gpus=False)
+    assert [len(line) for line in found["table"]["rows"]] == 2 * [len(found["table"]["head"])]
+    assert "Lightning" in found["note"] and len(found["rows"]) == 4
+
+
+def test_scaling_says_what_it_kept_and_what_is_oversubscribed():
+    assert scaling_bench.plan(2, gpus=False)[-2:] == [("Lightning", 2), ("launch", 4)]
+    assert [n for _, n in scaling_bench.plan(2, gpus=True)] == [1, 1, 1, 2, 2, 2]
+    runs = {}
+    for batch, ours in ((8, 1.0), (32, 1.3), (128, 1.2)):
+        runs[("launch", 1, batch)] = [1.0, 1.0]
+        runs[("launch", 2, batch)] = [ours, ours]
+        runs[("torchrun", 2, batch)] = [1.2, 1.2]
+    runs[("launch", 4, 8)] = [2.0, 2.0]
+    steps, starts = {8: 9, 32: 6, 128: 3}, {("launch", 2): 1.0, ("torchrun", 2): 2.0}
+    found = scaling_bench.results(runs, steps, starts, devices=2, gpus=False)
+    assert [(t["what"], t["met"]) for t in found["targets"]] == [
+        ("a step by launch ÷ by torchrun, 2 ranks, 8 images a rank", True),
+        ("a step by launch ÷ by torchrun, 2 ranks, 32 images a rank", False),
+        ("2 ranks against one, 32 images a rank", False),  # 2 / 1.3
+        ("a step by launch ÷ by torchrun, 2 ranks, 128 images a rank", True),
+        ("2 ranks against one, 128 images a rank", True),  # 2 / 1.2
+    ]
+    assert [row[1] for row in found["table"]["rows"][:3]] == [
+        "1 rank", "2 ranks", "4 ranks, oversubscribed"
+    ]  # fmt: skip
+    assert found["table"]["rows"][1][2] == "144 (144–144)"  # 2 ranks x 8 images x 9 steps in 1 s
+
+
+def test_scaling_names_what_a_rank_died_of(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    command = [sys.executable, "-c", "raise ValueError('no such thing')"]
+    monkeypatch.setattr(scaling_bench.Group, "_command", lambda self: command)
+    with pytest.raises(RuntimeError, match="(?s)launch on 1 ranks did not start.*no such thing"):
+        scaling_bench.Group("launch", 1)
 
 
 def test_an_unknown_name_is_refused():
