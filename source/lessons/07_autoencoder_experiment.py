@@ -1,0 +1,820 @@
+# ---
+# jupyter:
+#   course:
+#     rows: [A2, A3, A4, A5, A6]
+#     minutes: {read: 30, do: 30}
+#     devices: 2
+#     path: more
+#     extra: torch,experiment
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # An experiment report, done again
+#
+# After this lesson you can run a training experiment on several devices so that others can believe it: the data apart from the model, counts that are checked, times with their spread, validation on images that the model has not seen, a log, and a model file that runs without PyTorch.
+#
+# | | |
+# |---|---|
+# | **Time** | 30 minutes to read, 30 to predict and run; the exercise takes 40 more |
+# | **You should know** | a training loop in PyTorch; ranks and `launch` ([lesson 00](00_start_here.ipynb)); gradient averaging by DDP ([lesson 04](04_ddp_from_scratch.ipynb)) |
+# | **You will** | write a DataModule whose ranks see different images · get the same weights from Lightning and from a loop by hand · log without an account · redo a table of devices × batch × iterations × time · see what a validation set hides that is the training set · export to ONNX |
+# | **Runs on** | no GPU, or one: pinned cores · two GPUs or more: the same cells on GPUs (the multi-GPU path was not run by the authors) |
+# | **Last verified** | Python 3.11, PyTorch 2.13.0, Lightning 2.6.6, W&B 0.31, TensorBoard 2.21, ONNX Runtime 1.31 |
+
+# %% [markdown]
+# **In two lines, what you need.** A **rank** is one of several processes that train together; their number is the **world size**. **DDP** (DistributedDataParallel) gives each rank a copy of the model and its own part of the images, and averages the gradients in each step, so that all copies stay equal.
+
+# %%
+import logging
+import math
+import os
+import sys
+import tempfile
+import time
+import types
+import warnings
+from pathlib import Path
+
+os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_ERROR_REPORTING="false")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import psutil
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from tqdm import tqdm
+
+from course_utils import plots
+from course_utils.datasets import photo_patches, photographs
+from course_utils.devices import census, slots
+from course_utils.launch import launch
+from course_utils.timing import Timing
+
+plots.use_style()
+torch.set_num_threads(1)  # one core is one device
+
+
+def be_quiet():
+    """Lightning's tips and notices go, its errors stay. TensorBoard must not load TensorFlow."""
+    for name in ["pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"]:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # PyTorch's own, about itself
+    sys.modules["tensorboard.compat.notf"] = types.ModuleType("notf")  # TensorBoard's switch
+
+
+be_quiet()
+
+# %%
+print(census())
+devices = slots(2)
+assert len(devices) == 2, "this lesson runs on two devices"
+
+# %% [markdown]
+# ## The report
+#
+# About 2022 somebody trained a small **auto-encoder** (a network that squeezes an image into a few numbers and draws it again from them) with DDP on up to three GPUs. The report shows this table. *Iterations* are the steps of an epoch, training and validation together, on each GPU.
+#
+# | GPUs | batch per GPU | iterations | time |
+# |---|---|---|---|
+# | 3 | 128 | 34 | 33 s |
+# | 1 | 128 | 102 | 55 s |
+# | 3 | 64 | 68 | 31 s |
+#
+# It concludes: the batch size makes no clear difference to the time, the number of GPUs does. It trains on 6,472 images, and validates on 6,472 images: *the same ones*. **How many epochs the seconds are for is not stated.** So this lesson compares no time with the report's; only the counts can be checked. Everything else we measure anew.
+#
+# ## The images
+#
+# The report's images are not published. Ours are cut from five photographs that ship with the course, 6,472 pieces, as many as in the report. Two other photographs are held out. A piece has 20 × 20 pixels: the network needs sides that divide by 20, and the counts do not depend on the size. At 40 × 40 each step takes about four times as long, and this lesson would not end within a minute on two cores.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+N, SIZE = 6472, 20
+
+
+def to_tensor(pieces):
+    """uint8 [n, height, width, 3] as images are stored -> [n, 3, height, width] as torch wants."""
+    return torch.from_numpy(pieces).permute(0, 3, 1, 2).contiguous()
+
+
+images, held_out = map(to_tensor, photo_patches(SIZE, limit=N))
+print("training:", tuple(images.shape), images.dtype)
+print("held out:", tuple(held_out.shape), "from", " and ".join(photographs("validation")))
+assert len(images) == N
+
+# %% [markdown]
+# ## The model, to the letter
+#
+# Two convolutions with pooling make the image smaller, two **transposed convolutions** make it larger again.
+#
+# **Predict.** Pool 4, then pool 5, on 20 × 20 pixels with 16 channels: how many numbers are left of the 1,200 in the middle?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def autoencoder():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 5, padding=2), nn.ReLU(), nn.MaxPool2d(4),
+        nn.Conv2d(8, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(5),
+        nn.ConvTranspose2d(16, 8, 5, stride=5), nn.ReLU(),
+        nn.ConvTranspose2d(8, 3, 5, stride=4, padding=1, output_padding=1), nn.ReLU(),
+    )  # fmt: skip
+
+
+x = images[:1] / 255
+for layer in autoencoder():
+    x = layer(x)
+    print(f"{type(layer).__name__:16}", *x.shape[1:], sep="  ")
+print("parameters:", sum(p.numel() for p in autoencoder().parameters()))
+
+# %% [markdown]
+# The last layer is a ReLU: it turns every negative number into 0, and passes no gradient back from there. Look how much of the picture that hits before training.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def new_model(bias=0.4):
+    """The report's layers. Only the start differs: the last bias begins at a medium grey."""
+    torch.manual_seed(1)
+    model = autoencoder()
+    if bias is not None:
+        nn.init.constant_(model[-2].bias, bias)
+    return model
+
+
+for bias in (None, 0.4):
+    zero = (new_model(bias)(images[:500] / 255) == 0).float().mean().item()
+    print(f"bias {bias}: over a quarter of the output is stuck at 0: {zero > 0.25}")
+
+# %% [markdown]
+# With PyTorch's own start, part of the output learns nothing at first, and some starts keep a colour dark for several epochs. A grey start costs nothing and changes no layer. Whether the report met this we cannot know.
+#
+# ## The data, out of the model
+#
+# The report's author wrote: *I never got the data loader out of the model.* Here it is. First the part that matters on several ranks: which images are mine?
+
+
+# %%
+def shard_loader(images, batch, train):
+    """This rank's part of the images, in batches."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if train:  # shuffled anew in each epoch, all ranks with the same number of images
+        sampler = DistributedSampler(images, world, rank, shuffle=True, seed=0)
+    else:  # every world-th image, none twice
+        sampler = range(rank, len(images), world)
+    return DataLoader(images, batch_size=batch, sampler=sampler)
+
+
+class Photos(pl.LightningDataModule):
+    """Cuts once per machine, loads once per rank, deals out per rank."""
+
+    def __init__(self, folder, batch):
+        super().__init__()
+        self.file, self.batch = Path(folder, "images.npy"), batch
+
+    def prepare_data(self):  # one rank of each machine: download, cut, write
+        np.save(self.file, photo_patches(SIZE, limit=N)[0])
+
+    def setup(self, stage=None):  # every rank: read
+        self.images = to_tensor(np.load(self.file))
+
+    def train_dataloader(self):
+        return shard_loader(self.images, self.batch, train=True)
+
+    def val_dataloader(self):  # the training images, as in the report: more on this below
+        return shard_loader(self.images, self.batch, train=False)
+
+
+# %% [markdown]
+# A **DataModule** is four methods under names that Lightning's `Trainer` knows; nothing of the model is in it. You can ask it without any `Trainer`. Instead of images, let each rank say *which* it would see, once with the loader above, and once with an ordinary `DataLoader(shuffle=True)`.
+#
+# **Predict.** Two ranks, two ordinary shuffled loaders with the same seed: how many images does only one of them see?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def numbers_seen(kind):
+    torch.manual_seed(0)
+    numbers = torch.arange(N)
+    if kind == "ordinary":
+        loader = DataLoader(numbers, batch_size=64, shuffle=True)
+    else:
+        loader = shard_loader(numbers, 64, train=kind == "train")
+    return torch.cat(list(loader)).tolist()
+
+
+for kind in ["ordinary", "train", "validation"]:
+    first, second = map(set, launch(numbers_seen, 2, kind))
+    print(f"{kind:10}  rank 0: {len(first)}  rank 1: {len(second)}", end="  ")
+    print(f"seen by both: {len(first & second)}  by nobody: {N - len(first | second)}")
+    assert kind == "ordinary" or (not first & second and len(first | second) == N)
+
+# %% [markdown]
+# With ordinary loaders both ranks do all the work: no error, no warning, and no gain. Lightning knows this trap: by default its `Trainer` **replaces** your sampler by a `DistributedSampler`. We deal out ourselves, so we tell it not to (`use_distributed_sampler=False`).
+#
+# ## Count before you run
+#
+# **Predict.** 6,472 images on 3 GPUs, batch 128 each. How many training steps does each GPU do in an epoch?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+REPORT = {(3, 128): 34, (1, 128): 102, (3, 64): 68}  # GPUs, batch: iterations
+
+
+def steps(n, world, batch):
+    """Steps of one pass over n images, on each rank."""
+    return math.ceil(math.ceil(n / world) / batch)
+
+
+for (world, batch), reported in REPORT.items():
+    each = steps(N, world, batch)
+    print(f"{world} GPUs, batch {batch:3}: {each} training + {each} validation = {2 * each}")
+    assert 2 * each == reported
+
+# %% [markdown]
+# So the arithmetic fits the report, and only with a validation set as large as the training set. An epoch that really runs will be held against it below.
+#
+# ## The same training twice: by hand, and by Lightning
+#
+# By hand: DDP around the model, one pass, and an evaluation that adds errors and counts over all ranks.
+
+
+# %%
+def my_device():
+    """The GPU of this rank if it was given one, otherwise the core that it is pinned to."""
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def loss_of(model, batch):
+    x = batch.to(my_device()).float() / 255
+    return F.mse_loss(model(x), x)
+
+
+def train_step(model, optimizer, batch):
+    loss = loss_of(model, batch)
+    optimizer.zero_grad()
+    loss.backward()  # DDP averages the gradients here
+    optimizer.step()
+    return loss.item()  # reading it also waits for a GPU
+
+
+def evaluate(model, loader):
+    """Mean squared error over the images of all ranks, and the batches of this one."""
+    sums = torch.zeros(3, dtype=torch.float64, device=my_device())
+    with torch.no_grad():
+        for batch in loader:
+            error = loss_of(model, batch).item() * len(batch)
+            sums += torch.tensor([error, len(batch), 1], device=my_device())
+    batches = int(sums[2])
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item(), batches
+
+
+def train_by_hand(data, epochs):
+    model = DistributedDataParallel(new_model().to(my_device()))
+    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
+    loader, losses, checks = data.train_dataloader(), [], []
+    for epoch in range(epochs):
+        loader.sampler.set_epoch(epoch)  # another order in each epoch
+        losses += [train_step(model, optimizer, batch) for batch in loader]
+        # .module: the model inside the wrapper. Ranks evaluate without talking.
+        checks.append(evaluate(model.module, data.val_dataloader())[0])
+    return losses, checks, model.module.cpu().state_dict()
+
+
+# %% [markdown]
+# For **Lightning** the same goes into a `LightningModule`: what a step is, and which optimizer. The loop, the moving of data, DDP and the calls of `set_epoch` are the Trainer's.
+
+
+# %%
+class Lit(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.losses, self.checks = new_model(), [], []
+
+    def training_step(self, batch, index):
+        loss = loss_of(self.net, batch)
+        self.losses.append(loss.item())
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        loss = loss_of(self.net, batch)
+        self.log("val_loss", loss, sync_dist=True, batch_size=len(batch))
+
+    def on_validation_epoch_end(self):
+        self.checks.append(self.trainer.callback_metrics["val_loss"].item())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=4e-3)
+
+
+# %% [markdown]
+# ### Loggers that need no account
+#
+# `Trainer` writes to **TensorBoard** files and, on request, to **Weights & Biases** (W&B), a web service. With `WANDB_MODE=offline` (in the first cell) W&B only writes a folder, which you may upload later with `wandb sync`, or never. Both belong to rank 0 alone: Lightning sees to it, but *we* start the W&B run, so we ask for the rank.
+#
+# Ranks of `launch` already exist when Lightning comes. `TorchElasticEnvironment` tells it to start none, and to read `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and the `MASTER_…` address as `torchrun` sets them too. From a shell: `torchrun --standalone --nproc-per-node=2 train.py`.
+
+
+# %%
+def make_loggers(folder):
+    from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
+
+    if os.environ["RANK"] != "0":
+        return [TensorBoardLogger(folder, name="tensorboard", version="0")]  # silent here
+    import wandb
+
+    run = wandb.init(project="autoencoder", dir=folder, config={"batch": 64, "ranks": 2})
+    return [TensorBoardLogger(folder, name="tensorboard", version="0"), WandbLogger(experiment=run)]
+
+
+def end_wandb():
+    """W&B runs a service process beside yours: end it. Returns how many there were and are."""
+    import wandb
+
+    before = len(psutil.Process().children(recursive=True))
+    wandb.finish()
+    wandb.teardown()
+    return before, len(psutil.Process().children(recursive=True))
+
+
+def train_both_ways(folder, epochs=2):
+    be_quiet()
+    from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # for GPUs: two runs, one result
+    data, lit, begin = Photos(folder, batch=64), Lit(), time.perf_counter()
+    loggers = make_loggers(folder)
+    started = time.perf_counter() - begin
+    trainer = pl.Trainer(
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", max_epochs=epochs,
+        plugins=[TorchElasticEnvironment()], logger=loggers, log_every_n_steps=1,
+        use_distributed_sampler=False, num_sanity_val_steps=0, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(lit, data)
+    by_lightning = lit.losses, lit.checks, lit.net.cpu().state_dict()
+    services = end_wandb() if os.environ["RANK"] == "0" else (0, 0)
+    return by_lightning, train_by_hand(data, epochs), services, started
+
+
+folder = tempfile.TemporaryDirectory()  # gone with the kernel
+both = launch(train_both_ways, 2, folder.name, init=False)
+print(f"loggers ready after {both[0][3]:.1f} s")
+
+# %% [markdown]
+# `init=False`, because Lightning makes the process group; the loop by hand uses it after. Are the two trainings one?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for rank, (lightning, hand, _, _) in enumerate(both):
+    loss_gap = max(abs(a - b) for a, b in zip(lightning[0], hand[0], strict=True))
+    check_gap = max(abs(a - b) for a, b in zip(lightning[1], hand[1], strict=True))
+    gap = max((lightning[2][name] - hand[2][name]).abs().max().item() for name in hand[2])
+    print(
+        f"rank {rank}: {len(lightning[0])} steps; losses within 1e-6: {loss_gap < 1e-6};", end=" "
+    )
+    print(f"validation within 1e-6: {check_gap < 1e-6}; weights within 1e-5: {gap < 1e-5}")
+    assert loss_gap < 1e-6 and check_gap < 1e-6 and gap < 1e-5
+same = all(torch.equal(both[0][1][2][name], both[1][1][2][name]) for name in both[0][1][2])
+print("both ranks end with the same weights, bit by bit:", same)
+assert same
+
+# %%
+print(f"largest difference of weights: {gap:.1e}, of validation losses: {check_gap:.1e}")
+
+# %% [markdown]
+# The weights may differ by rounding where a library orders its additions otherwise; the validation loss does differ a little, because Lightning averages in 32 bits and our loop in 64. So Lightning adds no magic: it runs this loop, and spares you writing it.
+#
+# ### What the loggers wrote
+#
+# TensorBoard's own program shows the curves (`tensorboard --logdir …`). Here its reader gets them back from the file, and W&B's folder is listed.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+events = EventAccumulator(str(Path(folder.name, "tensorboard", "0"))).Reload()
+logged = {tag: events.Scalars(tag) for tag in ["train_loss", "val_loss"]}
+print("points in TensorBoard's file:", {tag: len(points) for tag, points in logged.items()})
+offline = list(Path(folder.name, "wandb").glob("offline-run-*/*.wandb"))
+print(
+    "W&B runs on the disk, not sent:", len(offline), "with data:", offline[0].stat().st_size > 1000
+)
+running, left = both[0][2]
+print(f"W&B's service ran beside rank 0: {running > 0}; left after the end: {left}")
+assert left == 0
+print("TensorFlow was loaded:", "tensorflow" in sys.modules)
+
+# %%
+fig, ax = plt.subplots()
+for tag, points in logged.items():
+    marker = "" if tag == "train_loss" else "s"
+    ax.plot([p.step + 1 for p in points], [p.value for p in points], label=tag, marker=marker)
+first, last = (logged["val_loss"][i].value for i in (0, -1))
+ax.set(xlabel="training step", ylabel="mean squared error", yscale="log")
+ax.set_title(f"From TensorBoard's file: val_loss {first:.3f}, then {last:.3f}")
+ax.legend()
+print("epoch  val_loss")
+for epoch, point in enumerate(logged["val_loss"]):
+    print(f"{epoch:5}  {point.value:.4f}")
+plots.show(
+    fig,
+    name="logged-curves",
+    alt="Training loss of rank 0 over 102 steps, and validation loss after each of two epochs, "
+    f"read from TensorBoard's file. The validation loss is {first:.3f}, then {last:.3f}.",
+)
+
+# %% [markdown]
+# `train_loss` is rank 0's own, of its own images (that is what Lightning logs unless `sync_dist=True`); `val_loss` is the mean over both ranks.
+#
+# ### Then → now: the Trainer of 2022
+#
+# Two arguments of the report's time. Today both are errors.
+
+# %% then="Trainer(gpus=2)" now="Trainer(accelerator='gpu', devices=2)" since="Lightning 2.0"
+# NBVAL_CHECK_OUTPUT
+try:
+    pl.Trainer(gpus=2)
+except TypeError as error:
+    print("TypeError:", error)
+else:
+    raise AssertionError("Trainer(gpus=2) works again")
+print("now:", pl.Trainer(accelerator="cpu", devices=2, logger=False).num_devices, "devices")
+
+# %% then="Trainer(strategy='dp')" now="Trainer(strategy='ddp')" since="Lightning 2.0"
+# NBVAL_CHECK_OUTPUT
+try:
+    pl.Trainer(accelerator="cpu", strategy="dp")
+except ValueError as error:
+    print("ValueError:", str(error).split(". ")[0])
+else:
+    raise AssertionError("strategy='dp' works again")
+now = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+print("now:", type(now.strategy).__name__)
+
+# %% [markdown]
+# ## The table, done again
+#
+# For each row one full epoch runs, training and validation, and its iterations are *counted*, not computed. The times are of training steps only: after one step of warm-up, three slices of 20 steps; where an epoch is shorter, the next one goes on. The table shows the median slice and the range of all three. Three ranks on two cores are **oversubscribed**: right in their counts, meaningless in their times, and marked so. The batch is per device, as in the report.
+#
+# **Predict.** From batch 32 to batch 256 on one device: does an epoch take longer, shorter, or as long?
+
+
+# %%
+def run_row(batch):
+    """One row of the table: counts, loss after one epoch, seconds per step in three slices."""
+    model = DistributedDataParallel(new_model().to(my_device()))
+    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
+    train, check = (shard_loader(images, batch, train=kind) for kind in (True, False))
+    seconds, epoch = [], 0
+    while epoch == 0 or len(seconds) < 61:
+        train.sampler.set_epoch(epoch)
+        clock = time.perf_counter()
+        for each in train:
+            train_step(model, optimizer, each)
+            clock, before = time.perf_counter(), clock
+            seconds.append(clock - before)
+            if epoch and len(seconds) == 61:
+                break
+        if epoch == 0:
+            trained = len(seconds)
+            loss, validated = evaluate(model.module, check)
+        epoch += 1
+    slices = tuple(sum(seconds[i : i + 20]) / 20 for i in (1, 21, 41))
+    return trained, validated, loss, slices
+
+
+ROWS = [
+    (1, 32),
+    (1, 64),
+    (1, 128),
+    (1, 256),
+    (2, 32),
+    (2, 64),
+    (2, 128),
+    (2, 256),
+    (3, 64),
+    (3, 128),
+]
+results = {}
+for world, batch in tqdm(ROWS, desc="rows", file=sys.stdout):
+    results[world, batch] = launch(run_row, world, batch, oversubscribe=world > 2, timeout=300)[0]
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("devices  batch  training + validation = iterations  report")
+for (world, batch), (trained, validated, _, _) in sorted(results.items()):
+    total, reported = trained + validated, REPORT.get((world, batch), "")
+    print(f"{world:7}  {batch:5}  {trained:8} + {validated:10} = {total:10}  {reported:>6}")
+    assert trained == validated == steps(N, world, batch)
+    assert reported in ("", total)
+
+# %%
+OVER = any(slot.shared for slot in slots(3, oversubscribe=True))  # on a machine with 3 devices: no
+epoch_time = {}  # seconds of one epoch of training, from each slice
+print("devices  batch  ms a step (range)      s an epoch  loss after it")
+for (world, batch), (trained, _, loss, slices) in sorted(results.items()):
+    epoch_time[world, batch] = [trained * s for s in slices]
+    low, middle, high = (1000 * s for s in sorted(slices))
+    mark = "  oversubscribed" if world == 3 and OVER else ""
+    print(f"{world:7}  {batch:5}  {middle:6.1f} ({low:5.1f}–{high:5.1f})", end="")
+    print(f"  {np.median(epoch_time[world, batch]):13.2f}  {loss:13.4f}{mark}")
+
+# %%
+BATCHES = [32, 64, 128, 256]
+
+
+def ratio(a, b):
+    """Time of row a over time of row b."""
+    return np.median(epoch_time[a]) / np.median(epoch_time[b])
+
+
+by_batch = {world: ratio((world, 32), (world, 256)) for world in (1, 2)}
+by_device = {batch: ratio((1, batch), (2, batch)) for batch in BATCHES}
+fig, ax = plt.subplots()
+for world, sizes in {1: BATCHES, 2: BATCHES, 3: [64, 128]}.items():
+    middle = [np.median(epoch_time[world, b]) for b in sizes]
+    below = [m - min(epoch_time[world, b]) for m, b in zip(middle, sizes, strict=True)]
+    above = [max(epoch_time[world, b]) - m for m, b in zip(middle, sizes, strict=True)]
+    note = " (oversubscribed)" if world == 3 and OVER else ""
+    label = f"{world} device{'s' * (world > 1)}{note}"
+    ax.errorbar(sizes, middle, yerr=[below, above], capsize=3, label=label)
+ax.set_xscale("log", base=2)
+ax.set_xticks(BATCHES, BATCHES)
+ax.set(xlabel="batch per device (images)", ylabel="one epoch of training (s)")
+ax.set_ylim(bottom=0)
+finding = f"Batch 32 takes {by_batch[1]:.2f}× the time of batch 256 on one device, {by_batch[2]:.2f}× on two"
+ax.set_title(finding.replace(" on one device,", "\non one device,"))
+ax.legend()
+plots.show(
+    fig,
+    name="epoch-time",
+    alt=f"Time of a training epoch against batch, for 1, 2 and 3 ranks. {finding}.",
+)
+print("batch 32 over batch 256:  ", {f"{w} devices": f"{r:.2f}×" for w, r in by_batch.items()})
+print("1 device over 2 devices:  ", {f"batch {b}": f"{r:.2f}×" for b, r in by_device.items()})
+
+# %% [markdown]
+# Markers are medians, bars the range of the three slices. Now test *batch size makes no clear difference* against the printed ratios: 1.00× would be no difference. Two things pull. A small batch makes more steps, and each step has a price of its own (Python, the optimizer, on two devices also the all-reduce), whatever the batch. A large batch may outgrow the processor's cache. The report compared 64 and 128 only, on three GPUs, with one run each and no spread: two neighbours cannot show a trend.
+#
+# And the last column of the table was not in the report at all. **Fewer steps learn less**: with the same learning rate, one epoch at batch 256 on two devices is 13 updates, at batch 32 on one device 203. *How long is an epoch* is the wrong question, if an epoch is not worth the same. (Learning rate and batch size: [lesson 05](05_ddp_in_practice.ipynb).)
+#
+# ## What a validation set hides that is the training set
+#
+# Two candidates, the same model. One trains on our images, from five photographs. The other trains on as many pieces of *one* photograph, a rocket at night. Each is validated as in the report, on its own training images, and then on the two held-out photographs. Each rank trains one candidate, so this is no DDP: two experiments at once on two devices.
+#
+# **Predict.** Which one does the report's validation prefer, and which one the held-out photographs?
+
+
+# %%
+def rocket_pieces():
+    picture = photographs("train")["rocket"]
+    tops, lefts = (range(0, side - SIZE + 1, 5) for side in picture.shape[:2])
+    pieces = np.stack([picture[t : t + SIZE, l : l + SIZE] for t in tops for l in lefts])  # noqa: E741
+    return to_tensor(pieces[np.random.default_rng(0).permutation(len(pieces))[:N]])
+
+
+def mean_loss(model, images):
+    with torch.no_grad():
+        return loss_of(model, images).item()
+
+
+def candidate(epochs=4):
+    """Loss on its own training images and on the held-out ones, after each epoch."""
+    mine = [images, rocket_pieces()][dist.get_rank()]
+    model = new_model().to(my_device())
+    optimizer, history = torch.optim.Adam(model.parameters(), lr=4e-3), []
+    order = torch.Generator().manual_seed(0)
+    for _ in range(epochs):
+        for batch in DataLoader(mine, batch_size=64, shuffle=True, generator=order):
+            train_step(model, optimizer, batch)
+        history.append((mean_loss(model, mine), mean_loss(model, held_out)))
+    return history, model.cpu().state_dict()
+
+
+candidates = dict(zip(["five photographs", "rocket only"], launch(candidate, 2), strict=True))
+
+# %%
+# NBVAL_CHECK_OUTPUT
+final = {name: history[-1] for name, (history, _) in candidates.items()}
+for which, place in {"its own training images": 0, "held-out photographs": 1}.items():
+    print(f"better on {which}:", min(final, key=lambda name: final[name][place]))
+assert final["rocket only"][0] < final["five photographs"][0]
+assert final["rocket only"][1] > final["five photographs"][1]
+
+# %%
+print("trained on         epoch   own images   held out   held out / own")
+for name, (history, _) in candidates.items():
+    for epoch, (own, held) in enumerate(history, start=1):
+        print(f"{name:18} {epoch:5} {own:12.4f} {held:10.4f} {held / own:16.1f}")
+fig, axes = plt.subplots(1, 2, sharey=True, figsize=(8, 3.6))
+for ax, (name, (history, _)) in zip(axes, candidates.items(), strict=True):
+    for label, values in zip(
+        ["own training images", "held out"], zip(*history, strict=True), strict=True
+    ):
+        ax.plot(range(1, len(history) + 1), values, label=label)
+    ax.set(xlabel="epoch", yscale="log", xticks=range(1, len(history) + 1))
+    ax.set_title(name)
+axes[0].set_ylabel("mean squared error")
+axes[0].legend()
+gaps = [held / own for own, held in final.values()]
+fig.suptitle(f"Held out against own: {gaps[0]:.1f}× on the left, {gaps[1]:.1f}× on the right")
+plots.show(
+    fig,
+    name="what-validation-hides",
+    alt="Loss of two candidates over the epochs, on their own training images and on held-out "
+    f"photographs. At the end held out is {gaps[0]:.1f} times the own loss for five photographs, "
+    f"and {gaps[1]:.1f} times for the rocket only.",
+)
+
+# %% [markdown]
+# The report's way of validating picks the *wrong* candidate: it rewards images that are easy, and says nothing about others. The gap needs a second curve to be seen, and the report has only one. Notice also that held out is not always worse: with five photographs the held-out images may even be the easier ones. What matters is that both candidates are asked about the **same, unseen** images.
+#
+# ## Look at pictures
+#
+# A loss is a number; look what it means. Here are parts of three photographs, 200 × 200 pixels: cut into 100 pieces as in training, drawn, and put together again.
+
+# %%
+whole = {"seen: china": photographs("train")["china"][60:260, 100:300]}
+unseen = photographs("validation")
+whole["unseen: coffee"] = unseen["coffee"][100:300, 200:400]
+whole["unseen: chelsea"] = unseen["chelsea"][40:240, 120:320]
+
+
+def redraw(model, picture, k=200 // SIZE):
+    """Cut into k × k pieces, through the model, and back."""
+    pieces = picture.reshape(k, SIZE, k, SIZE, 3).swapaxes(1, 2).reshape(-1, SIZE, SIZE, 3)
+    with torch.no_grad():
+        drawn = model(to_tensor(pieces) / 255).permute(0, 2, 3, 1).numpy()
+    return drawn.reshape(k, k, SIZE, SIZE, 3).swapaxes(1, 2).reshape(picture.shape).clip(0, 1)
+
+
+fig, axes = plt.subplots(3, 3, figsize=(6.6, 6.9))
+print("mean squared error   five photographs   rocket only")
+for row, (what, picture) in zip(axes, whole.items(), strict=True):
+    shown = {"original": picture}
+    for name, (_, state) in candidates.items():
+        model = new_model()
+        model.load_state_dict(state)
+        shown[name] = redraw(model, picture)
+    print(f"{what:20}", *(f"{((shown[n] - picture / 255) ** 2).mean():14.4f}" for n in candidates))
+    for ax, (name, image) in zip(row, shown.items(), strict=True):
+        ax.imshow(image)
+        ax.axis("off")
+        ax.set_title(f"{what}" if name == "original" else f"by: {name}", fontsize=10)
+fig.suptitle("1,200 numbers squeezed into 16: coarse, and with the wrong data also dull")
+plots.show(
+    fig,
+    name="reconstructions",
+    alt="Three photographs, one seen in training and two unseen, each beside the reconstructions "
+    "by the model of five photographs and by the model of the rocket only. All are coarse blocks.",
+)
+
+# %% [markdown]
+# ## ONNX: a file that runs without PyTorch
+#
+# **ONNX** is a file format for networks; ONNX Runtime runs it on many systems. The weights are those that DDP trained by hand on two ranks. `dynamic_shapes` leaves the batch open; otherwise the file accepts just the batch of the example. `external_data=False` puts the weights into the same file: by default they lie in a second one, `….onnx.data`, which is easily left behind.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+import onnxruntime
+
+logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # notices about torchvision
+trained = new_model().eval()
+trained.load_state_dict(both[0][1][2])
+file = Path(folder.name, "autoencoder.onnx")
+names = dict(input_names=["images"], output_names=["drawn"], external_data=False, verbose=False)
+example = torch.rand(2, 3, SIZE, SIZE)
+torch.onnx.export(trained, (example,), file, dynamic_shapes=({0: "batch"},), **names)
+
+session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+print("input of the file:", session.get_inputs()[0].shape)
+for batch in (1, 2, 7, 128):
+    x = held_out[:batch] / 255
+    (drawn,) = session.run(None, {"images": x.numpy()})
+    difference = np.abs(drawn - trained(x).detach().numpy()).max()
+    print(f"batch {batch:3}: max difference to PyTorch within 1e-5: {difference <= 1e-5}")
+    assert difference <= 1e-5
+
+# %% [markdown]
+# Not zero, because another library orders the additions of a convolution in its own way. Does the file stand alone? This asks a fresh Python that never imports torch.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+import subprocess
+
+program = f"""
+import sys, numpy, onnxruntime
+session = onnxruntime.InferenceSession({str(file)!r}, providers=["CPUExecutionProvider"])
+(drawn,) = session.run(None, {{"images": numpy.zeros((5, 3, 20, 20), numpy.float32)}})
+print(drawn.shape, "torch loaded:", "torch" in sys.modules)
+"""
+print(
+    subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+)
+
+# %% [markdown]
+# ### Export the module, not the wrapper
+#
+# After training you hold `DistributedDataParallel(model)`. Its parameters have other names, and it takes *any* inputs, so a description of one input does not fit it. A group of one rank is enough to see it.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+store = dist.FileStore(str(Path(folder.name, "store")), 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+try:
+    wrapped = DistributedDataParallel(trained).eval()
+    print(next(iter(wrapped.state_dict())), "instead of", next(iter(wrapped.module.state_dict())))
+    try:
+        torch.onnx.export(wrapped, (example,), file, dynamic_shapes=({0: "batch"},), **names)
+    except Exception as error:
+        print(type(error).__name__, "- the wrapper was not exported")
+    else:
+        raise AssertionError("the wrapper can be exported: change the text")
+    print("wrapped.module is the model that was exported above:", wrapped.module is trained)
+finally:
+    dist.destroy_process_group()
+
+# %% [markdown]
+# ### Then → now: exporters
+
+# %% then="torch.onnx.export(dynamic_axes=)" now="torch.onnx.export(dynamic_shapes=)" since="PyTorch 2.9"
+# NBVAL_CHECK_OUTPUT
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    axes_file = Path(folder.name, "axes.onnx")
+    torch.onnx.export(
+        trained, (example,), axes_file, dynamic_axes={"images": {0: "batch"}}, **names
+    )
+said = [str(w.message) for w in caught]
+print("then: 'is not recommended' was said:", any("is not recommended" in text for text in said))
+print(
+    "then: 'will be removed' was said:", any("removed in a future release" in text for text in said)
+)
+assert any("dynamic_axes" in text for text in said)
+print("now: dynamic_shapes, as above, input", session.get_inputs()[0].shape)
+
+# %% then="torch.onnx.export(dynamo=False), torch.jit.trace" now="torch.onnx.export (dynamo=True is the default), torch.export" since="PyTorch 2.9, 2.11"
+# NBVAL_CHECK_OUTPUT
+for name, old in {
+    "dynamo=False": lambda: torch.onnx.export(trained, (example,), axes_file, dynamo=False),
+    "torch.jit.trace": lambda: torch.jit.trace(trained, example),
+}.items():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        old()
+    warned = any(issubclass(w.category, DeprecationWarning) for w in caught)
+    print(f"then: {name} warns that it is deprecated: {warned}")
+    assert warned
+program = torch.export.export(trained, (example,))
+print(
+    "now:",
+    type(program).__name__,
+    "gives the same:",
+    torch.allclose(program.module()(example), trained(example)),
+)
+
+# %% [markdown]
+# ## What this machine cannot show
+#
+# On GPUs a step of this small network is over in about a millisecond or less, so the price of each step and of feeding the images weighs more, and the curves of the table have other shapes. NCCL and the copy of images to a GPU are not in the measurement of cores. Results of this table on real GPUs: **not measured** yet; the multi-GPU path was not run by the authors.
+#
+# ## Exercise
+#
+# [Exercise 07](../exercises/07_autoencoder_experiment.ipynb): count iterations for any number of images, devices and batch; get scaling efficiency out of a table that mixes what must not be mixed; write a DataModule whose ranks see disjoint images. About 40 minutes.
+#
+# ## Recap
+#
+# Counts can be checked by anybody, so state them, and assert them. A time without the number of epochs, warm-up and spread cannot be compared with anything. A validation set must hold what the model has not seen, or it picks the wrong model.
+#
+# 1. 6,472 images, 2 devices, batch 100 each, `drop_last=False`: how many training steps has an epoch?
+# 2. Two ranks each use `DataLoader(shuffle=True)` with the same seed, and no sampler is put in. What happens?
+# 3. Your file accepts only batches of 2. What was forgotten?
+#
+# <details><summary>Answers</summary>
+#
+# 1. Each device gets 3,236 images: 33 steps, the last with 36 images.
+# 2. Both train on the same batches: twice the work, the result of one device.
+# 3. `dynamic_shapes` in the export; the example's batch was taken for a constant.
+#
+# </details>
+#
+# Go on with [exercise 07](../exercises/07_autoencoder_experiment.ipynb).
