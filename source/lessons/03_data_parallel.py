@@ -461,7 +461,7 @@ def with_processes(work, alone, times):
 
 # %%
 machine = census()  # the work is on CPU tensors, on every machine
-ROUNDS, TIMES = 7, {"only Python": 4, "tiny, from Python": 4, "tiny, from C++": 8, "few big": 8}
+ROUNDS, TIMES = 9, {"only Python": 4, "tiny, from Python": 4, "tiny, from C++": 8, "few big": 8}
 gains = {name: {"threads": [], "processes": []} for name in WORK}
 for number in tqdm(range(ROUNDS + 1), desc="rounds", file=sys.stdout):
     for name, work in WORK.items():
@@ -483,12 +483,13 @@ for name, gain in gains.items():
     print(f"{name:20}" + "".join(f"{column:>26}" for column in columns))
 
 tiny, others = gap["tiny, from Python"], [gap["tiny, from C++"], gap["few big"]]
-if tiny.low > max(1, *(other.high for other in others)):
+limit = max(other.high for other in others)
+if tiny.low > max(1, limit):
     verdict = "supported"
-elif tiny.median > max(1, *(other.median for other in others)):
-    verdict = "likely, not certain"
+elif tiny.high < max(1, *(other.low for other in others)):
+    verdict = "contradicted"
 else:
-    verdict = "not supported"
+    verdict = "not decided, the ranges overlap"
 print(f"\nThe GIL costs threads most where Python calls tiny operations: {verdict}")
 
 # %%
@@ -519,7 +520,7 @@ plots.show(
 )
 
 # %% [markdown]
-# Dotted: no gain, and perfect. The bars are medians of the rounds, the thin lines hold the middle half. `only Python` is the control: it shows what the lock does when nobody ever releases it, and two threads may even be slower than one, because they hand the lock back and forth. The verdict compares the last column: it says *supported* only if the middle half of the rounds with tiny operations from Python lies above that of both others. Where it says less, another program was probably at work on your cores; run the cells again.
+# Dotted: no gain, and perfect. The bars are medians of the rounds, the thin lines hold the middle half. `only Python` is the control: it shows what the lock does when nobody ever releases it, and two threads may even be slower than one, because they hand the lock back and forth. The verdict compares the last column: it says *supported* only if the middle half of the rounds with tiny operations from Python lies above that of both others. Where the ranges overlap it decides nothing: another program was probably at work on your cores, so run the two cells again.
 #
 # So is DDP faster "because of the GIL"? Where Python calls many tiny operations, the lock is a cause. Where the operations are big, it is not, and DataParallel pays for something else: it copies the weights to every device in each forward pass, and everything that is gathered goes through one device. Count that next. (A Python built without the GIL exists; on it the second row should look like the third.)
 #

@@ -256,10 +256,10 @@ def _combine_run(student, inputs: list) -> list:
             continue
         answer = {"value": value, "gradients": None}
         if isinstance(value, torch.Tensor):
-            answer["value"] = value.item() if value.dim() == 0 else value.tolist()
+            answer["value"] = value.tolist()  # of a tensor without a dimension: a number
             if value.requires_grad and value.dim() == 0:
                 value.backward()
-                answer["gradients"] = [0.0 if x.grad is None else x.grad.item() for x in losses]
+                answer["gradients"] = [0.0 if x.grad is None else float(x.grad) for x in losses]
         else:
             answer["type"] = type(value).__name__
         answers.append(answer)
@@ -382,8 +382,11 @@ def combine(losses, counts):
         Wrong(
             "the weights without a graph to the first loss",
             """
+import torch
 def combine(losses, counts):
     pairs = [(loss, n) for loss, n in zip(losses, counts) if n]
+    if not pairs:
+        return torch.zeros(())
     first = pairs[0][0].detach() * pairs[0][1]
     return (first + sum(loss * n for loss, n in pairs[1:])) / sum(counts)
 """,
@@ -541,7 +544,8 @@ def _memory_answer(replica: str, zero: str, idle: str = "0", largest: str = "") 
         "    while True:\n"
         "        whole, rest = divmod(size + 1, devices)\n"
         "        shards = [whole + (i < rest) for i in range(devices)]\n"
-        "        if max(device_bytes(shards, weights, sample, activations, output, state)) > limit:\n"
+        "        sizes = (weights, sample, activations, output, state)\n"
+        "        if max(device_bytes(shards, *sizes)) > limit:\n"
         "            return size\n"
         "        size += 1\n"
     )
