@@ -208,7 +208,7 @@ for p in (2, 4):
     assert all(sent["ring_all_reduce"] == 2 * (p - 1) / p * 16 for sent, _ in reports)
 
 # %% [markdown]
-# With 2 ranks the two ways cost the same. With 4 they do not. In the ring each rank sends $2(p-1)$ chunks of $n/p$ bytes each: $2\frac{p-1}{p}n$, which never reaches $2n$. The root sends $(p-1)n$ (and receives as much): each new rank makes its work longer, while all others wait for it. Now with more ranks, and 840 numbers, which all of these $p$ divide.
+# With 2 ranks the two ways cost the same. With 4 they do not. Let the tensor have $n$ bytes. In the ring each rank sends $2(p-1)$ chunks of $n/p$ bytes: $2\frac{p-1}{p}n$, which never reaches $2n$. The root sends $(p-1)n$ (and receives as much): each new rank makes its work longer, while all others wait for it. Now with more ranks, and 840 numbers, which all of these $p$ divide.
 
 # %%
 RANKS = [2, 3, 4, 6, 8]
@@ -239,7 +239,7 @@ for way, counts in busiest.items():
     print(f"{way:18}", *(f"{c:5.2f}" for c in counts))
 
 # %% [markdown]
-# The markers were counted, the lines are the formulas. But a ring takes $2(p-1)$ steps, one after the other: for tiny tensors, where a message's start costs more than its bytes, other ways win. gloo and NCCL choose among several.
+# The markers were counted, the lines are the formulas. But a ring takes $2(p-1)$ steps, one after the other: for tiny tensors, where a message's start costs more than its bytes, other ways win. NCCL knows several and chooses.
 #
 # ## A script for one device
 #
@@ -436,7 +436,7 @@ for moment in one:
     print(f"{moment:31} ranks equal: {one[moment] == two[moment]}")
 
 # %% [markdown]
-# DDP sends weights once. After that it keeps equal what is equal, and no more. So whatever changes weights (loading a checkpoint, another initialisation) belongs *before* the wrapper, or must happen alike on all ranks. (Buffers, such as BatchNorm's running averages, are another matter: rank 0's are sent again before a forward pass.)
+# DDP sends weights once. After that it keeps equal what is equal, and no more. So whatever changes weights (loading a checkpoint, another initialisation) belongs *before* the wrapper, or must happen alike on all ranks. (Buffers, such as BatchNorm's running averages, are another matter: rank 0's are sent again before a forward pass, see `broadcast_buffers` in [DDP's documentation](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).)
 #
 # ## When the ranks talk: in `backward()`, not in `optimizer.step()`
 #
@@ -522,6 +522,7 @@ for cap in CAPS:
 
 
 # %%
+# NBVAL_CHECK_OUTPUT
 @contextlib.contextmanager
 def without_stderr():
     """The profiler announces itself there, by a line that means nothing to us."""
@@ -555,7 +556,7 @@ def trace(cap):
     return [(name, (a - begin) / 1000, (b - begin) / 1000) for name, a, b in events]
 
 
-events, _ = launch(trace, 2, 4)
+events, _ = launch(trace, 2, 4)  # four buckets
 rows = {"all of backward()": "backward()", "gradient of a layer": "AddmmBackward0"}
 rows |= {"all-reduce asked for": "c10d::allreduce_", "all-reduce travels": "gloo:all_reduce"}
 if not any(name == "gloo:all_reduce" for name, _, _ in events):
@@ -563,9 +564,6 @@ if not any(name == "gloo:all_reduce" for name, _, _ in events):
 spans = {
     row: sorted((a, b) for name, a, b in events if name == wanted) for row, wanted in rows.items()
 }
-
-# %%
-# NBVAL_CHECK_OUTPUT
 last_gradient = max(stop for _, stop in spans["gradient of a layer"])
 asked = [start for start, _ in spans["all-reduce asked for"]]
 early = sum(start < last_gradient for start in asked)
@@ -607,7 +605,7 @@ for row, bars in spans.items():
 #
 # One bucket sends everything at the end; 16 buckets send early but pay for 16 messages. So time it, the ways taking turns. *No messages* is a pass under `no_sync()`: no way can be faster than that for long.
 #
-# On cores there is a catch: gloo's copying and adding runs on the core that computes. What the transfer takes, backward loses. A GPU has the network card and separate engines for it. To see what a link of that kind gives, the second table uses a **made-up link**: before each real all-reduce, a helper thread waits 1 ms a message, and 1 s for 400 MiB. Waiting costs no core. (On GPUs the link is real already, and the second table is left out.)
+# On cores there is a catch: gloo's copying and adding runs on the core that computes. What the transfer takes, backward loses. A GPU drives its link with a small part of itself. To see what a link of that kind gives, the second table uses a **made-up link**: before each real all-reduce, a helper thread waits 1 ms a message, and 1 s for 400 MiB. Waiting costs no core. (On GPUs the link is real already, and the second table is left out.)
 #
 # **Predict.** Where does overlap gain more, over gloo alone or over the made-up link? Is 16 better than 4?
 
@@ -711,12 +709,10 @@ try:
 except LaunchTimeout as error:
     report = str(error)
     print("ended by the deadline: True")
-    print("the report says what rank 1 did:", "rank 1 has returned" in report)
+    print("rank 0 waits in backward:", "rank 0 waits in backward" in report)
+    print("rank 1 has returned:", "rank 1 has returned" in report)
 else:
     raise AssertionError("a skipped backward pass went unnoticed")
-
-# %%
-print("\n".join(line for line in report.splitlines() if line.startswith("rank")))
 
 # %% [markdown]
 # Rank 0 waits for a bucket that rank 1 never sends. The cure: decide together. Every rank calls `backward()` in every step; a rank with a bad batch brings zeros (`(0 * loss).backward()` does if the loss is finite), or all ranks agree first, by an all-reduce of a flag, to skip. Lesson 06 has a dozen such programs.
@@ -726,6 +722,7 @@ print("\n".join(line for line in report.splitlines() if line.startswith("rank"))
 # `launch` is for notebooks. From a shell, and for more than one machine, PyTorch's `torchrun` starts the ranks, sets the same environment, and ends all when one fails. Here the functions of this page go into a file. Only the last lines are new: the rendezvous that you did by hand above.
 
 # %%
+# NBVAL_CHECK_OUTPUT
 parts = (my_device, make_model, digits, gradients, average, train_ddp)
 PROGRAM = f"""
 import json, os, torch, torch.distributed as dist, torch.nn.functional as F
@@ -768,8 +765,6 @@ def torchrun(program, ranks, timeout=120):
     return out
 
 
-# %%
-# NBVAL_CHECK_OUTPUT
 from_torchrun = json.loads(torchrun(PROGRAM, 2).splitlines()[-1])
 difference = max(abs(a - b) for a, b in zip(from_torchrun, ddp, strict=True))
 print("torchrun and launch, largest difference of the losses below 1e-6:", difference < 1e-6)
@@ -780,7 +775,7 @@ assert difference < 1e-6
 #
 # ## Then → now
 #
-# Older tutorials start the ranks with `torch.distributed.launch`. It still runs, warns, and passes `--local-rank` as an argument that `torchrun` does not.
+# Older tutorials start the ranks with `torch.distributed.launch`. It still runs, warns, and passes `--local-rank` as an argument that `torchrun` does not. Others call `torch.multiprocessing.spawn`. Its fresh processes import your function from your program's file, and a notebook has none; the second cell does what a notebook does, it runs code that is in no file.
 
 # %% then="python -m torch.distributed.launch" now="torchrun" since="PyTorch 1.9"
 # NBVAL_CHECK_OUTPUT
@@ -794,9 +789,6 @@ old = [str(w.message) for w in caught if issubclass(w.category, FutureWarning)]
 print("then:", old[0].splitlines()[0])
 assert "deprecated" in old[0] and "torchrun" in " ".join(old)
 print("now: torchrun ran this lesson's program:", len(from_torchrun) == 10)
-
-# %% [markdown]
-# Others call `torch.multiprocessing.spawn`. Its fresh processes import your function from your program's file, and a notebook has none. The cell does what a notebook does: it runs code that is in no file.
 
 # %% then="mp.spawn(work, nprocs=2)" now="launch(work, 2)"
 # NBVAL_CHECK_OUTPUT

@@ -87,7 +87,7 @@ def _ring_run(student, inputs: list) -> list:
                 if not 0 <= source < ranks or source == rank:
                     raise ValueError(f"rank {rank} cannot receive from rank {source} of {ranks}")
                 size = torch.zeros(1, dtype=torch.int64)
-                wait = timedelta(seconds=20)
+                wait = timedelta(seconds=10)
                 dist.irecv(size, source, group=group, tag=tag).wait(wait)
                 parcel = torch.zeros(int(size), dtype=torch.float64)
                 if parcel.numel():
@@ -111,11 +111,17 @@ def _ring_run(student, inputs: list) -> list:
             where = f" at `{line[-1].strip()}`" if line else ""
             if isinstance(error, TimeoutError):
                 return {"error": f"the ranks wait for each other{where}: who has to send there?"}
-            if re.search("[Tt]imed out", error.message):
-                return {"error": f"rank {error.rank} waits{where} for a message that never came"}
+            if re.search("[Tt]imed out|Connection (closed|reset)", error.message):
+                return {"error": f"rank {error.rank} waits{where} for a message that never comes"}
             return {"error": f"rank {error.rank}: {error.type_name}{where}: {error.message[:150]}"}
 
-    return [outcome(student.ring_all_reduce, each["cases"]) for each in inputs]
+    answers = []
+    for each in inputs:
+        if answers and "never comes" in str(answers[-1]):
+            answers.append(answers[-1])  # another ten seconds would tell nothing new
+        else:
+            answers.append(outcome(student.ring_all_reduce, each["cases"]))
+    return answers
 
 
 def _ring_expected(inputs: list) -> list:
