@@ -253,7 +253,7 @@ assert max(error for error, *_ in by_hand) < 1e-12
 # The two collectives have new names. Most programs that you will read use the old ones:
 
 
-# %% then="dist.reduce_scatter_tensor(part, whole), dist.all_gather_into_tensor(whole, part)" now="dist.reduce_scatter_single(part, whole), dist.all_gather_single(whole, part)" since="PyTorch 2.13"
+# %% then="dist.reduce_scatter_tensor, dist.all_gather_into_tensor" now="dist.reduce_scatter_single, dist.all_gather_single" since="PyTorch 2.13"
 def old_and_new():
     whole, old = torch.arange(4.0, device=my_device()), torch.empty(2, device=my_device())
     with warnings.catch_warnings(record=True) as seen:
@@ -304,7 +304,7 @@ for (name, _, kind, says, zero), (*_, one) in zip(*views, strict=True):
 # %% [markdown]
 # The parameters have become **DTensors** (distributed tensors): they speak of the whole shape and hold one shard, `to_local()`. Five rows on two ranks are 3 and 2. One row is 1 and *0*: a rank may have nothing of a parameter. (On the wire FSDP2 pads, so that all messages have the same length.)
 #
-# ## Memory a rank, measured
+# ## Memory of a rank, with and without resharding
 #
 # A model with more parameters than activations: eight layers of 512 × 512 and one of 512 × 10, and 16 samples on each rank. Each call of `fully_shard` makes a **group**, which is gathered at once. So it is called for each layer, and then for the model, from the inside to the outside. "One group" is stage 3 of somebody who called it for the model only.
 
@@ -496,7 +496,7 @@ for method, (whole, calls, sent) in traffic.items():
 #
 # ## The same weights as DDP
 #
-# Less memory, other messages: is it still the same training? Five steps of each method, then the whole weights are put together again: `full_tensor()`, an all-gather on all ranks.
+# Less memory, other messages: is it still the same training? Three steps of each method, then the whole weights are put together again: `full_tensor()`, an all-gather on all ranks.
 
 
 # %%
@@ -504,7 +504,7 @@ for method, (whole, calls, sent) in traffic.items():
 def final_weights(method):
     model, optimizer = build(method, make_model().double())
     x, y = make_batch()
-    train(model, optimizer, x.double(), y, steps=5)
+    train(model, optimizer, x.double(), y, steps=3)
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return torch.cat([p.detach().flatten() for p in whole])
 
@@ -517,7 +517,7 @@ def one_device_weights():
     x, y = (torch.cat(parts).to(my_device()) for parts in zip(*halves, strict=True))
     model = make_model().double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    train(model, optimizer, x.double(), y, steps=5)
+    train(model, optimizer, x.double(), y, steps=3)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -662,7 +662,7 @@ with tempfile.TemporaryDirectory() as folder:
 #
 # Where you have fewer than four devices, four ranks share them. Timings would mean nothing; results do.
 #
-# **Predict.** The first weight has 8 rows and 6 columns. What shape does each of four ranks have?
+# **Predict.** A weight in PyTorch has a row for each output and a column for each input. The first has 8 rows and 6 columns, the second 4 and 8. `fully_shard` cuts rows. What shapes does each of four ranks have?
 
 
 # %%
@@ -735,15 +735,16 @@ def five_losses(optimizer_first):
     losses = [train(model, optimizer, x, y) for _ in range(5)]
     mine = {id(p) for p in model.parameters()}
     shared = sum(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-    return losses[-1] < losses[0], shared
+    return losses, shared
 
 
 for name, first in {"optimizer first": True, "shard first": False}.items():
-    learns, shared = launch(five_losses, 2, first)[0]
-    print(f"{name:16} learns: {learns}; parameters that model and optimizer share: {shared}")
+    losses, shared = launch(five_losses, 2, first)[0]
+    still, learns = losses[-1] == losses[0], losses[-1] < losses[0]
+    print(f"{name:16} loss stands still: {still}, falls: {learns}; parameters in common: {shared}")
 
 # %% [markdown]
-# No error, no warning, and the loss stands still. The last column is how to find it: the optimizer's parameters are not the model's. Shard first, then make the optimizer.
+# No error, no warning, and the loss stands still. The last number is how to find it: model and optimizer have no parameter in common. Shard first, then make the optimizer.
 #
 # ## Break it: a norm of my shards
 #
