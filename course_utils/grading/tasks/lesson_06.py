@@ -1,0 +1,561 @@
+"""Tasks of lesson 06: four broken programs on two real ranks, and the guilty rank of a dump."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ..task import Finding, Task, Wrong, close, describe, is_list, is_number, item
+
+# --- 06-mend ----------------------------------------------------------------------------
+
+
+def _mend_inputs(seed: int) -> dict:
+    rng = random.Random(seed)
+    small, large = sorted(rng.sample(range(10, 90), k=2))
+    shorter = rng.randint(1, 3)
+    return {
+        "losses": [round(rng.uniform(0.1, 3), 2) for _ in range(2)],
+        # [name, value] of each rank: neither values nor insertion give both the same order
+        "totals": [
+            [["hits", small], ["loss", large]],
+            [["loss", small + rng.randint(1, 5)], ["hits", large + rng.randint(6, 9)]],
+        ],
+        "pieces": [
+            [[round(rng.uniform(-9, 9), 2) for _ in range(n)] for n in lengths]
+            for lengths in ((shorter + rng.randint(1, 3), shorter), (0, shorter))
+        ],
+        "steps": [rng.randint(100, 199), rng.randint(200, 299)],  # in the state of each rank
+    }
+
+
+def _mend_run(student, inputs: dict) -> dict:
+    """Each program on two real ranks, under a deadline: its values, or how it ended."""
+    import os
+    import tempfile
+
+    from course_utils.launch import RankError, launch
+
+    def in_group(program, given):
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        return program(dist.get_rank(), given)
+
+    def mean_loss(rank, losses):
+        import torch
+
+        return function(torch.tensor([losses[rank]], dtype=torch.float64))
+
+    def sum_totals(rank, totals):
+        import torch
+
+        mine = {name: torch.tensor([float(value)]) for name, value in totals[rank]}
+        return {name: float(total) for name, total in function(mine).items()}
+
+    def gather_all(rank, cases):
+        import torch
+
+        return [function(torch.tensor(c[rank], dtype=torch.float64)).tolist() for c in cases]
+
+    def save(rank, given):
+        folder, steps = given
+        return [save_once(rank, late, os.path.join(folder, f"{late}.pt"), steps) for late in (0, 1)]
+
+    def save_once(rank, late, path, steps):
+        import threading
+        import time
+
+        import torch
+
+        class Slow:  # pickling it takes a while, as that of a large state does
+            def __reduce__(self):
+                time.sleep(0.3)
+                return float, (0.0,)
+
+        torn, done = [], threading.Event()
+
+        def read_meanwhile():
+            while not done.wait(0.02):
+                try:
+                    torch.load(path, weights_only=False)
+                except Exception as error:
+                    torn.append(type(error).__name__)
+
+        reader = threading.Thread(target=read_meanwhile)
+        if rank == 0:
+            reader.start()
+        if rank == late:
+            time.sleep(0.2)
+        try:
+            function({"step": steps[rank], "slow": Slow()}, path)
+            try:
+                step = torch.load(path, weights_only=False)["step"]
+            except Exception as error:
+                step = f"cannot be read: {type(error).__name__}"
+        finally:
+            done.set()
+        if rank == 0:
+            reader.join()
+        folder, name = os.path.split(path)
+        files = [file for file in os.listdir(folder) if file.startswith(name)]
+        return {"step": step, "torn": bool(torn), "files": len(files)}
+
+    answers = {}
+    for program in (mean_loss, sum_totals, gather_all, save):
+        name = program.__name__
+        function = getattr(student, name)
+        with tempfile.TemporaryDirectory() as folder:
+            given = inputs.get({"mean_loss": "losses", "sum_totals": "totals"}.get(name, "pieces"))
+            if name == "save":
+                import torch
+
+                for name_of in ("0.pt", "1.pt"):  # of an earlier save
+                    torch.save({"step": 1}, os.path.join(folder, name_of))
+                given = [folder, inputs["steps"]]
+            try:
+                values = launch(
+                    in_group, 2, program, given, init=False, timeout=6, oversubscribe=True
+                )
+                answers[name] = {"values": values}
+            except RankError as error:  # LaunchTimeout is one too
+                first = next(iter(error.message.splitlines()), "")
+                answers[name] = {"ended": error.type_name, "rank": error.rank, "says": first[:160]}
+    if all(answer.get("ended") == "NotImplementedError" for answer in answers.values()):
+        raise NotImplementedError
+    return answers
+
+
+def _mend_expected(inputs: dict) -> dict:
+    """What the two ranks must return, without any message between them."""
+    first, second = (dict(pairs) for pairs in inputs["totals"])
+    sums = {name: first[name] + second[name] for name in ("hits", "loss")}
+    joined = [[x for piece in case for x in piece] for case in inputs["pieces"]]
+    return {
+        "mean_loss": [sum(inputs["losses"]) / 2, None],
+        "sum_totals": [sums, sums],
+        "gather_all": [joined, joined],
+        "save": [[inputs["steps"][0]] * 2] * 2,  # for each rank: twice, and each is late once
+    }
+
+
+def _same(got: Any, want: Any) -> bool:
+    if is_number(want):
+        return close(got, want, relative=1e-6)
+    if type(want) is dict:
+        return (
+            type(got) is dict
+            and set(got) == set(want)
+            and all(_same(got[key], want[key]) for key in want)
+        )
+    if type(want) is list:
+        return is_list(got, len(want)) and all(map(_same, got, want))
+    return type(got) is type(want) and got == want
+
+
+def _ended(answer: Any) -> str:
+    """Why there are no values, in words; empty when there are two of them."""
+    kind = item(answer, "ended")
+    if kind == "LaunchTimeout":
+        return "the two ranks had not ended after 6 seconds: does each make every collective?"
+    if kind == "NotImplementedError":
+        return "not attempted yet"
+    if type(kind) is str:
+        which = item(answer, "rank")
+        rank = f"rank {which}" if which in (0, 1) and type(which) is int else "a rank"
+        says = item(answer, "says")
+        return f"{rank} ended with {kind[:40]}" + (f": {says[:160]}" if type(says) is str else "")
+    if not is_list(item(answer, "values"), 2):
+        return f"two ranks' values were expected, not {describe(answer)}"
+    return ""
+
+
+def _mean_why(got: list, want: list) -> str:
+    if not _same(got[0], want[0]):
+        if _same(got[0], want[0] * 2):
+            return "rank 0 returns the sum of the losses, not their mean"
+        return f"rank 0 must return the mean as a number; it returned {describe(got[0])}"
+    return "" if got[1] is None else "rank 1 must return None: only rank 0 prints"
+
+
+def _totals_why(got: list, want: list) -> str:
+    for rank in (0, 1):
+        if _same(got[rank], want[rank]):
+            continue
+        if type(got[rank]) is not dict or set(got[rank]) != set(want[rank]):
+            return f"rank {rank} must return a dict with the same names as it was given"
+        return f"on rank {rank} a sum is wrong: were totals of different names added?"
+    return ""
+
+
+def _gather_why(got: list, want: list) -> str:
+    for rank in (0, 1):
+        for number, words in enumerate(("of two lengths", "with none on rank 0")):
+            mine, whole = item(got[rank], number), want[rank][number]
+            if _same(mine, whole):
+                continue
+            if is_list(mine) and len(mine) != len(whole):
+                size = "few" if len(mine) < len(whole) else "many"
+                return f"pieces {words}: rank {rank} has too {size} values"
+            return f"pieces {words}: rank {rank} does not have all values in order of rank"
+    return ""
+
+
+def _save_why(got: list, want: list) -> str:
+    for rank in (0, 1):
+        for late in (0, 1):
+            saved, words = item(got[rank], late), f"when rank {late} comes late, "
+            step = item(saved, "step")
+            if not _same(step, want[rank][late]):
+                if type(step) is str:
+                    return f"{words}rank {rank} cannot read the file after `save` has returned"
+                if step == 1:
+                    return f"{words}rank {rank} has returned while the file is still the old one"
+                return f"{words}rank {rank} does not read the state of rank 0"
+            if not _same(item(saved, "files"), 1):
+                return f"{words}there is more than one file whose name begins with that of `path`"
+    return ""
+
+
+def _mend_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
+    words = {
+        "mean_loss": "mean_loss: both ranks end, rank 0 has the mean, rank 1 has None",
+        "sum_totals": "sum_totals: each name has its own sum, on both ranks",
+        "gather_all": "gather_all: both ranks have all values, in order of rank",
+        "save": "save: when it returns, each rank reads the state of rank 0, whole",
+    }
+    whys = (_mean_why, _totals_why, _gather_why, _save_why)
+    findings, ended = [], ""
+    for (name, text), why_of in zip(words.items(), whys, strict=True):
+        answer, points = item(got, name), 1 if name == "save" else 2
+        ended = _ended(answer)
+        why = ended or why_of(item(answer, "values"), expected[name])
+        findings.append(Finding(text, points, why))
+    torn = ended or ("not judged until the line above holds" if findings[-1].why else "")
+    if not torn and any(
+        item(each, "torn") is not False for each in item(item(got, "save"), "values")
+    ):
+        torn = "somebody who read the path during the save found half a file"
+    text = "save: who reads the path meanwhile finds the old state or the new one"
+    return [*findings, Finding(text, 1, torn)]
+
+
+_BROKEN = {
+    "mean_loss": """
+import torch
+import torch.distributed as dist
+def mean_loss(loss):
+    if dist.get_rank() == 0:
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
+""",
+    "sum_totals": """
+import torch.distributed as dist
+def sum_totals(totals):
+    for name in sorted(totals, key=lambda name: totals[name].item()):
+        dist.all_reduce(totals[name])
+    return totals
+""",
+    "gather_all": """
+import torch
+import torch.distributed as dist
+def gather_all(mine):
+    pieces = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, mine)
+    return torch.cat(pieces)
+""",
+    "save": """
+import torch
+def save(state, path):
+    torch.save(state, path)
+""",
+}
+_WHOLE = {
+    "mean_loss": """
+import torch.distributed as dist
+def mean_loss(loss):
+    both = [loss.clone(), loss.clone()]
+    dist.all_gather(both, loss)
+    return float(sum(both)) / 2 if dist.get_rank() == 0 else None
+""",
+    "sum_totals": """
+import torch, torch.distributed as dist
+def sum_totals(totals):
+    names = sorted(totals)
+    one = torch.cat([totals[n] for n in names])
+    dist.all_reduce(one)
+    return dict(zip(names, one))
+""",
+    "gather_all": """
+import torch, torch.distributed as dist
+def gather_all(mine):
+    lists = [None, None]
+    dist.all_gather_object(lists, mine.tolist())
+    return torch.tensor(lists[0] + lists[1], dtype=mine.dtype)
+""",
+    "save": """
+import os, torch, torch.distributed as dist
+def save(state, path):
+    if dist.get_rank() == 0:
+        torch.save(state, path + ".part")
+        os.replace(path + ".part", path)
+    dist.barrier()
+""",
+}
+
+MEND = Task(
+    id="06-mend",
+    title="mend four broken programs",
+    points=8,
+    functions=("mean_loss", "sum_totals", "gather_all", "save"),
+    inputs=_mend_inputs,
+    run=_mend_run,
+    expected=_mend_expected,
+    judge=_mend_judge,
+    hints=(
+        "Ask of each program: does every rank make the same collectives, in the same order, "
+        "with the same shapes? And of the last one: who writes, who reads, and when?",
+        "mean_loss: what belongs inside the `if`, and what does not? sum_totals: which order "
+        "is the same on every rank? gather_all: what must each rank know before it can make "
+        "room? save: one writer, another name until it is whole, and nobody goes on before.",
+        "mean_loss: all_reduce above the `if`. sum_totals: `sorted(totals)`. gather_all: gather "
+        "the lengths, pad to `max(lengths)`, gather, cut each piece to its length. save: "
+        "`os.replace(path + '.new', path)` on rank 0, then `dist.barrier()` on both.",
+    ),
+    wrong=(
+        Wrong("as they were", "".join(_BROKEN.values()), 0),
+        Wrong(
+            "sums in the order of insertion, nobody waits for the save",
+            _WHOLE["mean_loss"]
+            + """
+import torch.distributed as dist
+def sum_totals(totals):
+    for name in totals:
+        dist.all_reduce(totals[name])
+    return totals
+"""
+            + _WHOLE["gather_all"]
+            + """
+import os, torch, torch.distributed as dist
+def save(state, path):
+    if dist.get_rank() == 0:
+        torch.save(state, path + ".new")
+        os.replace(path + ".new", path)
+""",
+            4,
+        ),
+        Wrong(
+            "the sum on every rank, pieces cut to the shorter one, saved in place",
+            """
+import torch.distributed as dist
+def mean_loss(loss):
+    dist.all_reduce(loss)
+    return loss.item()
+"""
+            + _WHOLE["sum_totals"]
+            + """
+import torch, torch.distributed as dist
+def gather_all(mine):
+    length = torch.tensor([len(mine)])
+    dist.all_reduce(length, op=dist.ReduceOp.MIN)
+    mine = mine[: int(length)]
+    pieces = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(pieces, mine)
+    return torch.cat(pieces)
+"""
+            + """
+import torch, torch.distributed as dist
+def save(state, path):
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    dist.barrier()
+""",
+            3,
+        ),
+        Wrong(
+            "pads, and forgets to cut; each rank saves and renames",
+            _WHOLE["mean_loss"]
+            + _WHOLE["sum_totals"]
+            + """
+import torch, torch.distributed as dist
+def gather_all(mine):
+    longest = torch.tensor([len(mine)])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    mine = torch.nn.functional.pad(mine, (0, int(longest) - len(mine)))
+    pieces = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(pieces, mine)
+    return torch.cat(pieces)
+import os
+def save(state, path):
+    torch.save(state, f"{path}.{dist.get_rank()}")
+    os.replace(f"{path}.{dist.get_rank()}", path)
+    dist.barrier()
+""",
+            4,
+        ),
+    ),
+)
+
+# --- 06-guilty --------------------------------------------------------------------------
+
+# What four real ranks of a program train.py said at the deadline (torch 2.13.0, gloo), or
+# when they raised; the label "rank r" in front is taken off. First that of the guilty rank,
+# then those of the three others. Each draw puts them into another order.
+
+
+def _waits(call: str, line: int, own: list[str], end: int) -> str:
+    """The stack of a rank in a collective, as `launch` prints it."""
+    frames = "".join(f"  {text}\n" for text in own)
+    return (
+        f"waits in {call}, line {line} of train.py\n{frames}"
+        '  File "torch/distributed/c10d_logger.py", line 83, in wrapper\n'
+        "    return func(*args, **kwargs)\n"
+        f'  File "torch/distributed/distributed_c10d.py", line {end}, in {call}\n'
+        "    work.wait()"
+    )
+
+
+def _in_average(line: int, caller: str) -> str:
+    own = [
+        f'File "train.py", line {line}, in {caller}',
+        "  average(read_batch(dist.get_rank()))",
+        'File "train.py", line 14, in average',
+        "  dist.all_reduce(gradient)",
+    ]
+    return _waits("all_reduce", 14, own, 3252)
+
+
+_RETURNED = "has returned and waits for the others"
+_LOST = (
+    "raised RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:{}: Connection "
+    "reset by peer. This is typically caused by a remote worker hanging or bugs in the "
+    "application. Check the logs of the remote worker before reporting an error.",
+    "raised RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[127.0.0.1]:{}. This is typically caused by a remote worker crashing. Check the logs of "
+    "the remote worker before reporting an error.",
+)
+_LATE = (
+    "raised RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms "
+    "for recv operation to complete",
+    "raised RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 2000ms "
+    "for send operation to complete",
+)
+_DUMPS = {
+    "has left the loop": [_RETURNED, *[_in_average(22, "train")] * 3],
+    "has one batch more": [_in_average(22, "train"), *[_RETURNED] * 3],
+    "is in another collective": [
+        _waits(
+            "broadcast",
+            28,
+            ['File "train.py", line 28, in validate', "  dist.broadcast(gradient, src=0)"],
+            3151,
+        ),
+        *[_in_average(29, "train")] * 3,
+    ],
+    "raised first": [
+        "raised KeyError: 'image_17'",
+        _LOST[0].format(46762),
+        _LOST[0].format(22740),
+        _LOST[1].format(1161),
+    ],
+    "is stuck in its data": [
+        "is in read_batch, line 9 of train.py\n"
+        '  File "train.py", line 54, in train\n'
+        "    average(read_batch(dist.get_rank()))\n"
+        '  File "train.py", line 9, in read_batch\n'
+        "    time.sleep(0.1)",
+        _LATE[0],
+        _LATE[0],
+        _LATE[1],
+    ],
+}
+
+
+def _guilty_inputs(seed: int) -> list:
+    rng = random.Random(seed)
+    cases = []
+    for kind, (guilty, *others) in _DUMPS.items():
+        for place in rng.sample(range(4), k=3):  # so no fixed answer is right for a kind
+            dumps = rng.sample(others, k=3)
+            dumps.insert(place, guilty)
+            cases.append({"kind": kind, "dumps": dumps})
+    rng.shuffle(cases)
+    return cases
+
+
+def _guilty_run(student, inputs: list) -> list:
+    return [student.guilty_rank(list(case["dumps"])) for case in inputs]
+
+
+def _guilty_expected(inputs: list) -> list:
+    return [case["dumps"].index(_DUMPS[case["kind"]][0]) for case in inputs]
+
+
+def _guilty_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
+    why = dict.fromkeys(_DUMPS, "")
+    for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
+        answer = item(got, number)
+        if type(answer) is int and answer == want:
+            continue
+        if type(answer) is not int or not 0 <= answer < 4:
+            problem = f"a rank from 0 to 3 was expected, not {describe(answer)}"
+        else:
+            head = case["dumps"][answer].partition("\n")[0].partition(":")[0]
+            problem = f"you named one whose dump begins with '{head}'"
+        why[case["kind"]] = why[case["kind"]] or problem
+    return [Finding(f"the rank that {kind} is named", 1, why[kind]) for kind in _DUMPS]
+
+
+GUILTY = Task(
+    id="06-guilty",
+    title="name the guilty rank from its dumps",
+    points=5,
+    functions=("guilty_rank",),
+    inputs=_guilty_inputs,
+    run=_guilty_run,
+    expected=_guilty_expected,
+    judge=_guilty_judge,
+    hints=(
+        "Three of the four ranks suffer from the same thing. In which words do they say that "
+        "they wait for somebody, or have lost or missed somebody?",
+        "Call an error that speaks of a peer ('Connection', 'Timed out') the error of a victim. "
+        "If some ranks are victims by that rule, the guilty one is the rank that is not. If "
+        "nobody raised, compare the first lines: three are equal.",
+        "`victims = ['Connection' in d or 'Timed out' in d for d in dumps]`; if any, return "
+        "`victims.index(False)`. Otherwise take `heads = [d.splitlines()[0] for d in dumps]` and "
+        "return the index of the head that is there once.",
+    ),
+    wrong=(
+        Wrong(
+            "the one whose first line is there once",
+            """
+def guilty_rank(dumps):
+    heads = [dump.splitlines()[0] for dump in dumps]
+    return next(r for r, head in enumerate(heads) if heads.count(head) == 1)
+""",
+            3,
+        ),
+        Wrong(
+            "the first that raised",
+            """
+def guilty_rank(dumps):
+    return next((r for r, dump in enumerate(dumps) if dump.startswith("raised")), 0)
+""",
+            0,
+        ),
+        Wrong(
+            "the one that does not wait",
+            """
+def guilty_rank(dumps):
+    for rank, dump in enumerate(dumps):
+        if "waits in" not in dump and "Connection" not in dump and "Timed out" not in dump:
+            return rank
+    return 0
+""",
+            3,
+        ),
+        Wrong("always rank 0", "\ndef guilty_rank(dumps):\n    return 0\n", 0),
+    ),
+)
+
+TASKS = (MEND, GUILTY)
