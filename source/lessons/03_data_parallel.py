@@ -219,7 +219,7 @@ for size, count in [(8, 2), (10, 4), (5, 4), (2, 4)]:
 # %% [markdown]
 # With a batch too small some devices get nothing: no error, no warning.
 #
-# A replica is the same module with other tensors. Its weights are *copies with a graph*: autograd knows from which weight each copy was made. So the gradients of all replicas find their way back to device 0, and are added up there, without a line of ours. Replica 0 uses the weights of device 0 themselves.
+# A replica is the same module with other tensors. Its weights are *copies with a graph*: autograd knows from which weight each copy was made. So the gradients of all replicas find their way back to device 0, and are added up there, without a line of ours. Replica 0 uses the weights of device 0 themselves. The second cell asks whether the result is that of one device; its batch has 9 samples, so the shards are unequal.
 
 
 # %%
@@ -264,10 +264,6 @@ def data_parallel(module, batch, places=places):
     return gather(outputs, places[0])
 
 
-# %% [markdown]
-# Is it the same as one device? The batch has 9 samples, so the shards are unequal.
-
-
 # %%
 # NBVAL_CHECK_OUTPUT
 def network(*sizes):
@@ -297,26 +293,6 @@ assert largest < 1e-6
 
 # %% [markdown]
 # Shards of 5 and 4 samples, and no weighting by count: the *outputs* are gathered, and the loss is taken over all nine on device 0. The difference is not always 0, because a gradient is a sum over samples, and two halves added up round differently from one long sum.
-#
-# One thing this replica shares with PyTorch's is which thread does what. A hook writes it down.
-
-
-# %%
-class Thread(nn.Linear):
-    def forward(self, batch):
-        where["forward"].add(threading.current_thread().name)
-        output = super().forward(batch)
-        output.register_hook(lambda grad: where["backward"].add(threading.current_thread().name))
-        return output
-
-
-where = {"forward": set(), "backward": set()}
-watched = Thread(32, 10).to(places[0])
-F.cross_entropy(data_parallel(watched, x), y).backward()
-print({phase: len(threads) for phase, threads in where.items()}, "threads; on", places[0].type)
-
-# %% [markdown]
-# The forward pass has a thread for each replica. Autograd has one thread for each *GPU*, and on a CPU it uses the caller's. So on cores our DataParallel computes the backward pass of both replicas one after the other.
 #
 # ## nn.DataParallel, on this machine
 #
@@ -356,8 +332,7 @@ print("DDP, ranks 0 and 1: forward saw", sum(launch(sizes_under_ddp, 2), []))
 
 # %% [markdown]
 # Without GPUs (and with one) it is a **silent pass-through**: one call with the whole batch, on one device. A script that "uses DataParallel" runs on your laptop and proves nothing about two devices. DDP (`DistributedDataParallel`) runs on cores as well, with a process for each.
-
-# %% [markdown]
+#
 # ## Is it the GIL?
 #
 # Tutorials say: DDP is faster than DataParallel because of the **GIL**, the lock of Python that lets one thread at a time run Python code. PyTorch releases it while an operation computes. So the lock should cost much where Python calls many tiny operations, and little where it calls a few big ones. That is a hypothesis, and it can be tested:
@@ -473,7 +448,6 @@ for number in tqdm(range(ROUNDS + 1), desc="rounds", file=sys.stdout):
             gains[name]["threads"].append(alone / together)
             gains[name]["processes"].append(processes)
 
-# %%
 gap = {}  # how many times as much processes gain, round by round
 print(f"{'speed-up with two':20}{'threads':>26}{'processes':>26}{'processes ÷ threads':>26}")
 for name, gain in gains.items():
@@ -553,7 +527,7 @@ class Device(TorchDispatchMode):
 
 
 # %% [markdown]
-# Now one step of DataParallel on two such devices, written out so that every copy between them is visible. The network has 512 inputs and chooses among 4,096 classes, so its output is eight times as large as its input; 512 samples; Adam, which keeps two numbers for each weight.
+# Now one step of DataParallel on two such devices, written out so that every copy between them is visible. The network has 512 inputs and chooses among 4,096 classes, so its output is eight times as large as its input; 512 samples; Adam, which keeps two numbers for each weight. (`get_gradient_edge` remembers where the backward pass enters, without keeping the output itself: DataParallel does not keep its replicas' outputs either.) The first step makes the optimizer's state, so the second is the one to look at.
 #
 # **Predict.** Which of these does device 1 hold at some moment: the weights, its gradients, the optimizer's two numbers, its half of the output, the whole output?
 
@@ -609,10 +583,6 @@ def data_parallel_step(model, optimizer, x, y, devices, note):
     return loss.item()
 
 
-# %% [markdown]
-# `get_gradient_edge` remembers where the backward pass enters, without keeping the output itself: DataParallel does not keep its replicas' outputs either. The first step makes the optimizer's state, so the second is the one to look at.
-
-
 # %%
 # NBVAL_CHECK_OUTPUT
 def two_steps(batch_size, step, *more):
@@ -632,6 +602,8 @@ def two_steps(batch_size, step, *more):
         y = torch.randint(0, SIZES[-1], (batch_size,))
     for _ in range(2):
         stages.clear(), moved.clear()
+        for device in devices:
+            device.peak = device.live
         losses.append(step(model, optimizer, x, y, devices, note))
     return losses, stages
 
@@ -712,7 +684,7 @@ side.set_xticks(BATCHES)
 side.set(xlabel="batch (samples)", ylabel="peak (MiB)", ylim=(0, None))
 for axes in (ax, side):
     axes.legend(fontsize=9)
-fig.suptitle(f"Device 0 needs {heavy:.1f} times the memory of device 1")
+fig.suptitle(f"At 512 samples device 0 needs {heavy:.1f} times the memory of device 1")
 plots.show(
     fig,
     name="memory-of-device-0",
