@@ -164,7 +164,7 @@ plots.show(
 )
 
 # %% [markdown]
-# Blue: the parts of three layers that a device stores; hatched: what it borrows for a moment; orange: what it sees of the batch (half its width is half the batch). This lesson is the first panel on the second machine. [Lesson 04](04_ddp_from_scratch.ipynb) does the first panel on all four, [lesson 08](08_model_and_pipeline_parallel.ipynb) the next three, [lesson 09](09_sharded_training.ipynb) the last.
+# Blue: the parts of three layers that a device stores; hatched: what it borrows for a moment; orange: what it sees of the batch (half its width is half the batch). This lesson is the first panel on the second machine. [Lesson 04](04_ddp_from_scratch.ipynb) does it with processes, which can sit on any of the four, [lesson 08](08_model_and_pipeline_parallel.ipynb) the next three, [lesson 09](09_sharded_training.ipynb) the last.
 #
 # ## On five numbers
 #
@@ -190,7 +190,7 @@ print(f"mean of the means {sum(each) / 2:.2f}; weighted by count {by_count:.2f}"
 assert abs(by_count - gradient(samples)) < 1e-5
 
 # %% [markdown]
-# The mean of the means counts a sample of the short piece more than one of the long piece. It is right only when all pieces are equally long. Keep this in mind: it comes back twice.
+# The mean of the means counts a sample of the short piece more than one of the long piece. It is right only when all pieces are equally long. Keep this in mind: it comes back when a model returns its loss.
 #
 # ## DataParallel by hand
 #
@@ -286,9 +286,7 @@ def loss_and_gradients(forward):
 one = loss_and_gradients(model)
 two = loss_and_gradients(lambda batch: data_parallel(model, batch))
 largest = max((a - b).abs().max().item() for a, b in zip(one, two, strict=True))
-print(
-    "loss and", len(one) - 1, "gradients compared; largest difference below 1e-6:", largest < 1e-6
-)
+print(f"loss and {len(one) - 1} gradients; largest difference below 1e-6: {largest < 1e-6}")
 assert largest < 1e-6
 
 # %% [markdown]
@@ -547,7 +545,7 @@ def data_parallel_step(model, optimizer, x, y, devices, note):
     shards = list(x.chunk(2))
     with one:
         shards[1] = copied(shards[1])
-        replica = network(*SIZES).requires_grad_(False)  # only its structure
+        replica = network(*SIZES).to("cpu").requires_grad_(False)  # only its structure
         for mine, original in zip(replica.parameters(), model.parameters(), strict=True):
             mine.data = copied(original)
             mine.requires_grad_(True)
@@ -815,7 +813,9 @@ print("better:", list(nn.DataParallel(model).module.state_dict()))  # when you s
 
 fresh = nn.Sequential(nn.Linear(4, 2))
 missing = fresh.load_state_dict(nn.DataParallel(model).state_dict(), strict=False).missing_keys
-print("strict=False loads the weights:", torch.equal(fresh[0].weight, model[0].weight), missing)
+print(
+    "strict=False loads the weights:", torch.equal(fresh[0].weight, model[0].weight.cpu()), missing
+)
 
 # %% [markdown]
 # Save the model, not its wrapper: `wrapped.module.state_dict()`. For a file from somebody else `consume_prefix_in_state_dict_if_present` takes the prefix off, in place. Do not reach for `strict=False`: as the last line shows, it loads nothing, and says so only in a value that few people read.
