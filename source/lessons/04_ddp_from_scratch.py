@@ -790,7 +790,7 @@ print("then:", old[0].splitlines()[0])
 assert "deprecated" in old[0] and "torchrun" in " ".join(old)
 print("now: torchrun ran this lesson's program:", len(from_torchrun) == 10)
 
-# %% then="mp.spawn(work, nprocs=2)" now="launch(work, 2)"
+# %% then="mp.spawn(work, nprocs=2)" now="launch(work, 2)" since="PyTorch 1.0 (it never ran a cell's function)"
 # NBVAL_CHECK_OUTPUT
 CELL = """
 import torch.multiprocessing as mp
