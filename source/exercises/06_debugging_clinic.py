@@ -32,9 +32,6 @@
 # **Stuck?** After five minutes without progress take a hint: `hint("06-mend")` is a nudge, `hint("06-mend", level=2)` the way, `level=3` nearly the code.
 
 # %%
-import torch
-import torch.distributed as dist
-
 from course_utils.grading import check, hint
 from course_utils.launch import launch
 
@@ -45,6 +42,13 @@ from course_utils.launch import launch
 
 
 # %%
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+assert dist.is_gloo_available(), "this build of PyTorch lacks gloo, which carries the messages"
+
+
 def broken_mean_loss(loss):
     """Mean of the ranks' losses (tensors of one number): a number on rank 0, None elsewhere."""
     if dist.get_rank() == 0:

@@ -73,15 +73,19 @@ def _mend_run(student, inputs: dict) -> dict:
                 time.sleep(0.3)
                 return float, (0.0,)
 
-        torn, done = [], threading.Event()
+        seen, done = set(), threading.Event()
+
+        def contents():
+            if not os.path.exists(path):
+                return None
+            with open(path, "rb") as file:
+                return file.read()
 
         def read_meanwhile():
             while not done.wait(0.02):
-                try:
-                    torch.load(path, weights_only=False)
-                except Exception as error:
-                    torn.append(type(error).__name__)
+                seen.add(contents())
 
+        old = contents()
         reader = threading.Thread(target=read_meanwhile)
         if rank == 0:
             reader.start()
@@ -99,7 +103,7 @@ def _mend_run(student, inputs: dict) -> dict:
             reader.join()
         folder, name = os.path.split(path)
         files = [file for file in os.listdir(folder) if file.startswith(name)]
-        return {"step": step, "torn": bool(torn), "files": len(files)}
+        return {"step": step, "torn": bool(seen - {old, contents()}), "files": len(files)}
 
     answers = {}
     for program in (mean_loss, sum_totals, gather_all, save):
