@@ -318,7 +318,7 @@ def sizes_under_ddp():
     return seen
 
 
-# %% then="nn.DataParallel(model)" now="DistributedDataParallel(model), one process a device" since="not deprecated; PyTorch recommends DDP"
+# %% then="nn.DataParallel(model)" now="DistributedDataParallel(model)" since="PyTorch 2.13: not deprecated, silent on a CPU; its page recommends DDP"
 with warnings.catch_warnings(record=True) as noted:
     warnings.simplefilter("always")
     wrapped = nn.DataParallel(Notes(4, 2).to(places[0]))
@@ -494,7 +494,7 @@ plots.show(
 # %% [markdown]
 # Dotted: no gain, and perfect. The bars are medians of the rounds, the thin lines hold the middle half. `only Python` is the control: it shows what the lock does when nobody ever releases it, and two threads may even be slower than one, because they hand the lock back and forth. The verdict compares the last column: it says *supported* only if the middle half of the rounds with tiny operations from Python lies above that of both others. Where the ranges overlap it decides nothing: another program was probably at work on your cores, so run the two cells again.
 #
-# So is DDP faster "because of the GIL"? Where Python calls many tiny operations, the lock is a cause. Where the operations are big, it is not, and DataParallel pays for something else: it copies the weights to every device in each forward pass, and everything that is gathered goes through one device. Count that next. (A Python built without the GIL exists; on it the second row should look like the third.)
+# So is DDP faster "because of the GIL"? If your verdict is *supported*, the lock is a cause where Python calls many tiny operations, and a gap in the last row is none of its doing. But big operations do not make DataParallel equal to DDP: it pays for something else. It copies the weights to every device in each forward pass, and everything that is gathered goes through one device. Count that next. (A Python built without the GIL exists; on it the second row should look like the third.)
 #
 # ## The memory of device 0
 #
