@@ -90,6 +90,15 @@ def test_ids_are_stable(copied):
     assert after[:3] + after[4:] == before
 
 
+THEN = 'then="old(\'a\')" now="new()" since="1.0"'
+
+
+def test_then_and_now_change_no_notebook(copied):
+    text = LESSON.replace("# %%\n7 * 6", f"# %% {THEN}\n7 * 6")
+    assert text != LESSON
+    assert build.check(course(copied.root, text)) == []
+
+
 def change(cell_number: int, **values):
     def edit(notebook):
         notebook.cells[cell_number - 1].update(values)
@@ -469,6 +478,17 @@ def test_lessons_are_paired_under_make_edit_alone(copied, editing, monkeypatch, 
         manager = contents(copied.root, ROOT / "tools/jupyter_edit.py")
         model = call(manager.get("notebooks/00_it.ipynb"))
         assert model["content"]["cells"][3]["source"] == "7 * 6  # again"
+
+
+def test_make_edit_keeps_then_and_now(copied, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = copied.root / "source/lessons/00_it.py"
+    source.write_text(LESSON.replace("# %%\n7 * 6", f"# %% {THEN}\n7 * 6"))
+    manager = contents(copied.root, ROOT / "tools/jupyter_edit.py")
+    model = call(manager.get("notebooks/00_it.ipynb"))
+    model["content"]["cells"][4]["source"] += "  # edited"
+    call(manager.save(model, "notebooks/00_it.ipynb"))
+    assert f"# %% {THEN}\n7 * 6  # edited" in source.read_text()
 
 
 def test_script_runner(tmp_path):

@@ -141,6 +141,8 @@ def _compose(
         cells = stamp.stamped(cells, course.repository, course.branch, name, extras)
     seen: dict[str, int] = {}
     for cell in cells:
+        for key in sources.THEN_NOW:  # they make a page; a notebook is the same with or without
+            cell.metadata.pop(key, None)
         # From the cell alone, never its position: an edit leaves all other ids as they are.
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:10]
         name = cell.metadata.get("nbgrader", {}).get("grade_id") or f"{cell.cell_type}-{digest}"

@@ -12,6 +12,6 @@ c.ServerApp.contents_manager_class = "jupytext.TextFileContentsManager"
 c.JupytextConfiguration.formats = "notebooks///ipynb,source/lessons///py:percent"
 # The source keeps the course's keys and nothing that a kernel or the build wrote.
 c.JupytextConfiguration.notebook_metadata_filter = "course,-all"
-c.JupytextConfiguration.cell_metadata_filter = "tags,slideshow,generated,-all"
+c.JupytextConfiguration.cell_metadata_filter = "tags,slideshow,then,now,since,generated,-all"
 # A built notebook is always newer than its source; the cells come from the source all the same.
 c.JupytextConfiguration.outdated_text_notebook_margin = float("inf")

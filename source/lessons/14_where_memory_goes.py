@@ -430,7 +430,7 @@ print("\n".join(printed(broken[:14], (3, 150, 150))[14:17]))
 # **Predict.** What will it print for a layer that is used twice, a parameter that belongs to no layer, and an LSTM?
 
 
-# %%
+# %% then="torchsummary.summary(model, size)" now="torchinfo.summary(model, input_size=...)" since="torchsummary 1.5.1 (2018) was the last"
 # NBVAL_CHECK_OUTPUT
 class UsedTwice(nn.Module):
     def __init__(self):

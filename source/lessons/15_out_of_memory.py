@@ -212,7 +212,7 @@ compare(
 #
 # Common advice (from bootcamp notes of 2021) is `float(loss)` or `loss.item()`. Both mend it; do both run without a warning?
 
-# %%
+# %% then="float(loss)" now="loss.item()" since="PyTorch 2.8: the old way warns"
 with warnings.catch_warnings(record=True) as heard:
     warnings.simplefilter("always")
     loss_of(make_batch()).item()
