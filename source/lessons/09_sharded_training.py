@@ -434,13 +434,13 @@ plots.show(
 )
 
 # %% [markdown]
-# "Other" is where the gathered layers are. Without resharding they pile up during the forward pass, as "after forward" in the table says: all parameters are there once more. In stage 3 a layer is gathered, used, and forgotten; it comes again for the backward pass. The peak is above what is kept, because a gathered layer, the next one and their whole gradients need room. "One group" gathers everything at once, and has all whole gradients at once: its peak says why you call `fully_shard` for the layers too. (DDP's gradients count as "other" until backward has ended, because DDP makes them as parts of its buckets. Activations are too thin to see here.)
+# "Other" is where the gathered layers are. Without resharding they pile up during the forward pass, as "after forward" in the table says: all parameters are there once more. In stage 3 a layer is gathered, used, and forgotten; it comes again for the backward pass. The peak is above what is kept, because a gathered layer, the next one and their whole gradients need room. "One group" gathers everything at once, and has all whole gradients at once: its peak says why you call `fully_shard` for the layers too. (DDP's gradients count as "other" until backward has ended, because DDP makes them as parts of its buckets. Activations are too thin to see here. A peak may differ a little from run to run, because the thread that sends a buffer lets go of it a little later or sooner.)
 #
 # Between steps "like 2" keeps as little as stage 3, less than the paper's stage 2: what it keeps whole it keeps only between forward and backward.
 #
 # ## What it costs: bytes sent
 #
-# To see the traffic, listen to PyTorch's dispatcher: every operation passes it, collectives too, under the name `c10d`. The counter notes the bytes of the *whole* tensor, the larger side of a collective. From it follows what a rank has to send. In a ring of p ranks, a reduce-scatter, an all-gather or a broadcast of N bytes makes each rank send (p−1)/p · N on average, and an all-reduce twice that (lesson 04 counts it).
+# To see the traffic, listen to PyTorch's dispatcher: every operation passes it, collectives too, under the name `c10d`. The counter notes the bytes of the *whole* tensor, the larger side of a collective. From it follows what a rank has to send. In a ring of p ranks, a reduce-scatter, an all-gather or a broadcast of N bytes makes each rank send (p−1)/p · N on average, and an all-reduce twice that (lesson 04 counts that of the all-reduce).
 
 
 # %%
@@ -490,9 +490,9 @@ for method, (whole, calls, sent) in traffic.items():
     print(f"{method:10}{', '.join(texts):48} a rank sends {sent / N:.1f} N")
 
 # %% [markdown]
-# Gathering once costs nothing extra: reduce-scatter and all-gather are the two halves of an all-reduce. Gathering again for the backward pass costs half as much again. That is the price of stage 3. Groups decide the number of messages, not the bytes: few and large ones suit a link that is slow to start, and cost memory. `ZeroRedundancyOptimizer` pays it too, without need: DDP has already all-reduced all gradients when the optimizer broadcasts the new parameters.
+# Gathering once costs nothing extra: reduce-scatter and all-gather are the two halves of an all-reduce. Gathering again for the backward pass costs half as much again. That is the price of stage 3. `ZeroRedundancyOptimizer` pays as much, without need: DDP has already all-reduced all gradients when the optimizer broadcasts the new parameters. Groups decide the number of messages (the last number of each entry), not the bytes.
 #
-# This counts bytes, not time. On a fast link the all-gather of the next layer runs while this layer computes, and costs little; between two machines it may cost most of the step.
+# This counts bytes, not time. FSDP2 can gather the next layer while this one computes; how much of the time that hides depends on the link.
 #
 # ## The same weights as DDP
 #
@@ -565,7 +565,7 @@ def with_policy(policy):
     model = shard(make_model(), mp_policy=policy, reshard_after_forward=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     x, y = make_batch()
-    losses = [train(model, optimizer, x, y) for _ in range(5)]
+    losses = [train(model, optimizer, x, y) for _ in range(3)]
     with Wire() as wire:
         losses.append(train(model, optimizer, x, y))
     kinds = {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
@@ -586,7 +586,7 @@ for name, (losses, *_) in policies.items():
     assert losses[-1] < losses[0] and off < 0.05, "16 bits round, but they learn the same"
 
 # %% [markdown]
-# The gathered parameters are half as large on the wire and while they are there. What Adam works on is float32, as in mixed precision of the first table, but without its extra copy: the float32 shard *is* the copy. Reducing in bfloat16 rounds each sum to 8 digits of base two. With two ranks that is one addition; with hundreds it is worth a thought, so `reduce_dtype=torch.float32` is the careful choice.
+# The gathered parameters are half as large on the wire and while they are there. The output comes in 16 bits too, unless the policy says `output_dtype=torch.float32`. What Adam works on is float32, as in mixed precision of the first table, but without its extra copy: the float32 shard *is* the copy. Reducing in bfloat16 rounds each sum to 8 digits of base two. With two ranks that is one addition; with hundreds it is worth a thought, so `reduce_dtype=torch.float32` is the careful choice.
 #
 # ## Save sharded, load on another number of ranks
 #
@@ -738,8 +738,9 @@ def five_losses(optimizer_first):
     return losses, shared
 
 
-for name, first in {"optimizer first": True, "shard first": False}.items():
-    losses, shared = launch(five_losses, 2, first)[0]
+orders = {"optimizer first": True, "shard first": False}
+answers, _ = launch(lambda: [five_losses(first) for first in orders.values()], 2)
+for name, (losses, shared) in zip(orders, answers, strict=True):
     still, learns = losses[-1] == losses[0], losses[-1] < losses[0]
     print(f"{name:16} loss stands still: {still}, falls: {learns}; parameters in common: {shared}")
 
@@ -774,7 +775,7 @@ for number, name in enumerate(["of my shards", "squares all-reduced", "clip_grad
 print("two ranks, two different norms:", abs(ratios[0][0] - ratios[1][0]) > 1e-4)
 
 # %% [markdown]
-# With a norm of its own each rank scales its shards by another factor, and the step points in another direction. Nobody notices, because no two ranks hold the same number. `torch.nn.utils.clip_grad_norm_` knows DTensors; what you compute from `to_local()` yourself needs an all-reduce of the squares.
+# With a norm of its own each rank scales its shards by another factor, and the step points in another direction. Nothing tells you, because no two ranks hold the same number that could be compared. `torch.nn.utils.clip_grad_norm_` knows DTensors; what you compute from `to_local()` yourself needs an all-reduce of the squares.
 #
 # ## Break it: rank 0 saves
 #
@@ -838,7 +839,7 @@ assert where == "cuda" or "accelerator" in then
 #
 # As a script the training functions start with `dist.init_process_group()`, and this starts them: `torchrun --standalone --nproc-per-node=2 train.py`. On several machines FSDP2 changes nothing but the mesh.
 #
-# Two cores show memory, bytes and equality, exactly. They do not show speed: whether the all-gather of the next layer hides behind this layer's computing depends on the GPU and the links, and CUDA's allocator rounds up what the budget counts exactly. Which stage, then? The lowest that fits. When DDP fits, nothing here is faster by itself. When only the optimizer's state is too much, do not reshard. When the parameters are too much, stage 3.
+# Two cores show memory, bytes and equality. They do not show speed: whether the all-gather of the next layer hides behind this layer's computing depends on the GPU and the links, and CUDA's allocator rounds up what the budget counts exactly. Which stage, then? The lowest that fits. When DDP fits, nothing here is faster by itself. When only the optimizer's state is too much, do not reshard. When the parameters are too much, stage 3.
 #
 # ## Exercise
 #
