@@ -577,10 +577,11 @@ assert len(asked) == 4 and early == 3
 
 # %%
 fig, ax = plt.subplots(figsize=(7, 3.2))
+least = spans["all of backward()"][0][1] / 150  # so that the shortest can be seen
 for line, (bars, hatch) in enumerate(zip(spans.values(), ["", "", "", "//"], strict=True)):
     for start, stop in bars:
         ax.barh(
-            line, max(stop - start, 0.05), left=start, height=0.6, color=plots.COLOURS[line],
+            line, max(stop - start, least), left=start, height=0.6, color=plots.COLOURS[line],
             hatch=hatch, edgecolor="white",
         )  # fmt: skip
 ax.axvline(last_gradient, color="black", linestyle=":", marker="")
