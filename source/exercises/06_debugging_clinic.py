@@ -32,18 +32,16 @@
 # **Stuck?** After five minutes without progress take a hint: `hint("06-mend")` is a nudge, `hint("06-mend", level=2)` the way, `level=3` nearly the code.
 
 # %%
-from course_utils.grading import check, hint
-from course_utils.launch import launch
-
 # %% [markdown]
 # ## Task 1: mend four broken programs (8 points)
 #
 # These are the patients. Each is called once by every rank of a group of two.
-
-
 # %%
 import torch
 import torch.distributed as dist
+
+from course_utils.grading import check, hint
+from course_utils.launch import launch
 
 torch.set_num_threads(1)
 assert dist.is_gloo_available(), "this build of PyTorch lacks gloo, which carries the messages"
@@ -58,8 +56,8 @@ def broken_mean_loss(loss):
 
 def broken_sum_totals(totals):
     """totals: name -> tensor of one number. The same names on each rank, in any order."""
-    for name in sorted(totals, key=lambda name: totals[name].item()):
-        dist.all_reduce(totals[name])
+    for _, total in sorted(totals.items(), key=lambda pair: pair[1].item()):
+        dist.all_reduce(total)
     return totals
 
 

@@ -236,9 +236,9 @@ def _mend_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         why = ended or why_of(item(answer, "values"), expected[name])
         findings.append(Finding(text, points, why))
     torn = ended or ("not judged until the line above holds" if findings[-1].why else "")
-    if not torn and any(
-        item(each, "torn") is not False for each in item(item(got, "save"), "values")
-    ):
+    pairs = [(rank, late) for rank in (0, 1) for late in (0, 1)] if not torn else []
+    saved = item(item(got, "save"), "values")
+    if any(item(item(item(saved, r), late), "torn") is not False for r, late in pairs):
         torn = "somebody who read the path during the save found half a file"
     text = "save: who reads the path meanwhile finds the old state or the new one"
     return [*findings, Finding(text, 1, torn)]
