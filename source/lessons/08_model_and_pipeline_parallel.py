@@ -287,7 +287,7 @@ plots.show(
 )
 
 # %% [markdown]
-# At no time do both compute. Two devices take as long as one, and the messages come on top: cutting a model gives it *room*, not speed. This is the bottleneck that gave model parallelism its bad name.
+# At no time do both compute. Whatever one device would do, the two do in turns, and the messages come on top: cutting a model gives it *room*, not speed. This is the bottleneck that gave model parallelism its bad name.
 #
 # ## Micro-batches fill the gap
 #
@@ -398,7 +398,7 @@ plots.show(
 )
 
 # %% [markdown]
-# The order differs, the bubble is the same: $p - 1$ slots at the start, $p - 1$ at the end. Now the memory. `memory.meter` counts the bytes of all tensors on a rank; what the peak adds to what was there before the step is activations, and a few gradients on their way. Each micro-batch has 64 samples, so more micro-batches mean a larger batch.
+# The order differs, the bubble of the formula is the same: $p - 1$ slots at the start, $p - 1$ at the end. (Where your two idle shares differ, it is the waiting in the middle, or another program.) Now the memory. `memory.meter` counts the bytes of all tensors on a rank; what the peak adds to what was there before the step is activations, and a few gradients on their way. Each micro-batch has 64 samples, so more micro-batches mean a larger batch.
 #
 # **Predict.** From 2 to 16 micro-batches: by how much does the peak of stage 0 grow under GPipe, and under 1F1B?
 
@@ -713,7 +713,7 @@ assert max(apart, other) < 1e-12
 # %% [markdown]
 # ## Count what is sent
 #
-# Which method sends least? PyTorch passes every operation through a dispatcher, those of `torch.distributed` too, so a small class can count them all: yours, those of `PipelineStage`, DDP and `parallelize_module`. An all-reduce of $n$ bytes among $p$ ranks costs each rank at least $2(p-1)/p \cdot n$ sent bytes, which a ring reaches: for two ranks, $n$.
+# Which method sends least? PyTorch passes every operation through a dispatcher, those of `torch.distributed` too, so a small class can count them all: yours, those of `PipelineStage`, DDP and `parallelize_module`. An all-reduce of $n$ bytes among $p$ ranks costs each rank at least $2(p-1)/p \cdot n$ sent bytes, which a ring reaches ([lesson 04](04_ddp_from_scratch.ipynb)): for two ranks, $n$.
 #
 # **Predict.** The batch becomes 16 times as large: which of the three methods send more? The width doubles: by how much does each grow?
 
@@ -898,7 +898,7 @@ for name, case in TWO.items():
 # | waits for | the slowest rank, once a step | the bubble; the slowest stage | every sum, in every block |
 # | take it when | the model fits on a device | it does not, and the link is slow | it does not, and the link is fast |
 #
-# Large runs combine them: tensor parallelism inside a machine, where links are fast, a pipeline between machines, data parallelism around both. There is a fourth way that keeps the simplicity of data parallelism without a whole model on each device: share out the *storage* of weights, gradients and optimizer state.
+# [Large runs](https://arxiv.org/abs/2104.04473) combine them: tensor parallelism inside a machine, where links are fast, a pipeline between machines, data parallelism around both. There is a fourth way that keeps the simplicity of data parallelism without a whole model on each device: share out the *storage* of weights, gradients and optimizer state ([lesson 09](09_sharded_training.ipynb)).
 #
 # ## What this machine cannot show
 #
