@@ -339,8 +339,8 @@ print("DDP, ranks 0 and 1: forward saw", sum(launch(sizes_under_ddp, 2), []))
 # |---|---|---|
 # | `only Python` | there are none: Python adds numbers | no gain at all |
 # | `tiny, from Python` | Python: a recurrent network, step by step | much worse than processes |
-# | `tiny, from C++` | C++, in one call: `nn.RNN`, the same steps | nearly as good as processes |
-# | `few big` | Python: three large products | nearly as good as processes |
+# | `tiny, from C++` | C++, in one call: `nn.RNN`, the same steps | close to processes |
+# | `few big` | Python: three large products | close to processes |
 #
 # The second and third rows are the same computation: only the caller differs. If tiny operations were bad for threads for another reason than the lock, both would suffer.
 
@@ -434,7 +434,7 @@ def with_processes(work, alone, times):
 
 # %%
 machine = census()  # the work is on CPU tensors, on every machine
-ROUNDS, TIMES = 9, {"only Python": 4, "tiny, from Python": 4, "tiny, from C++": 8, "few big": 8}
+ROUNDS, TIMES = 9, {"only Python": 8, "tiny, from Python": 8, "tiny, from C++": 16, "few big": 8}
 gains = {name: {"threads": [], "processes": []} for name in WORK}
 for number in tqdm(range(ROUNDS + 1), desc="rounds", file=sys.stdout):
     for name, work in WORK.items():
