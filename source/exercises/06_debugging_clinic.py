@@ -31,11 +31,12 @@
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("06-mend")` is a nudge, `hint("06-mend", level=2)` the way, `level=3` nearly the code.
 
-# %%
 # %% [markdown]
 # ## Task 1: mend four broken programs (8 points)
 #
 # These are the patients. Each is called once by every rank of a group of two.
+
+
 # %%
 import torch
 import torch.distributed as dist
@@ -141,7 +142,8 @@ def gather_all(mine):
 def save(state, path):
     """Save the state of rank 0 at `path`, so that no reader ever sees half of it."""
     ### BEGIN SOLUTION
-    if dist.get_rank() == 0:
+    writes = dist.get_rank() == 0
+    if writes:
         torch.save(state, path + ".new")
         os.replace(path + ".new", path)
     dist.barrier()
