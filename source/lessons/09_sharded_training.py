@@ -803,7 +803,8 @@ except LaunchTimeout as deadline:
     hung = str(deadline)
 else:
     raise AssertionError("rank 0 alone must hang")
-print("rank 1 has returned, rank 0 has not:", "rank 1 has returned" in hung)
+print("rank 1 has returned:", "rank 1 has returned" in hung)
+print("rank 0 has returned:", "rank 0 has returned" in hung)
 print("all ranks call it, entries on rank 0 and rank 1:", launch(all_ranks_call, 2))
 
 # %%
