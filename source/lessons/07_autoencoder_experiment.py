@@ -521,6 +521,12 @@ for (world, batch), (trained, validated, _, _) in sorted(results.items()):
     print(f"{world:7}  {batch:5}  {trained:8} + {validated:10} = {total:10}  {reported:>6}")
     assert trained == validated == steps(N, world, batch)
     assert reported in ("", total)
+for one, two in [((1, 64), (2, 32)), ((1, 128), (2, 64)), ((1, 256), (2, 128))]:
+    same = abs(results[one][2] - results[two][2]) < 1e-3
+    print(
+        f"{one[0]} × {one[1]} against {two[0]} × {two[1]}: loss after an epoch within 1e-3: {same}"
+    )
+    assert same
 
 # %%
 three = slots(3, oversubscribe=True)
@@ -571,7 +577,7 @@ print("1 device over 2 devices:  ", {f"batch: {b}": f"{r:.2f}×" for b, r in by_
 # %% [markdown]
 # Markers are medians, bars the range of the three slices. Now test *batch size makes no clear difference* against the printed ratios: 1.00× would be no difference. Two things pull. A small batch makes more steps, and each step has a price of its own (Python, the optimizer, on two devices also the all-reduce), whatever the batch. A large batch may outgrow the processor's cache. The report compared 64 and 128 only, on three GPUs, with one run each and no spread: two neighbours cannot show a trend.
 #
-# And the last column of the table was not in the report at all. **Fewer steps learn less**: with the same learning rate, one epoch at batch 256 on two devices is 13 updates, at batch 32 on one device 203. *How long is an epoch* is the wrong question, if an epoch is not worth the same. (Learning rate and batch size: [lesson 05](05_ddp_in_practice.ipynb).)
+# And the last column of the table was not in the report at all. It depends on the **global batch** alone, devices times batch: two devices with 32 images each end where one device with 64 does, because the sampler deals out the same shuffled order and DDP averages. (Not to the last digit: sums in another order, over a hundred steps.) **Fewer steps learn less**: with the same learning rate, one epoch at batch 256 on two devices is 13 updates, at batch 32 on one device 203. *How long is an epoch* is the wrong question, if an epoch is not worth the same. (Learning rate and batch size: [lesson 05](05_ddp_in_practice.ipynb).)
 #
 # ## What a validation set hides that is the training set
 #
