@@ -99,11 +99,11 @@ def where(outcome):
 
 
 # %% [markdown]
-# # Ward 1: nobody moves
+# ## Ward 1: nobody moves
 #
 # A hang has no error message. So give it a deadline, and ask each rank where it stands.
 #
-# ## Patient 1: a collective on rank 0 only
+# ### Patient 1: a collective on rank 0 only
 #
 # "We print the mean loss on rank 0 only, to keep the log short. It stands still at the first print."
 #
@@ -145,7 +145,7 @@ print("mean loss on rank 0, nothing on rank 1:", examine(log_mended))
 assert examine(log_mended) == [1.5, None]
 
 # %% [markdown]
-# ## Patient 2: collectives in different order
+# ### Patient 2: collectives in different order
 #
 # "Both ranks call all-reduce twice. Both are in `all_reduce`. And nothing happens."
 
@@ -200,7 +200,7 @@ print(values[0])
 assert values[0] == values[1] == {"loss": [13.0, 11.0], "hits per class": [6.0, 0.0, 2.0]}
 
 # %% [markdown]
-# ## Patient 3: a data loader that forks after the group exists
+# ### Patient 3: a data loader that forks after the group exists
 #
 # "With `num_workers=0` it works. With a worker it stands still at the first batch." The dataset prepares itself when the first item is asked for, and a barrier makes the ranks wait for each other meanwhile. A worker of a `DataLoader` on Linux is a **fork**: a copy of the process's memory, but of none of its threads except the one that forked.
 
@@ -261,7 +261,7 @@ print("items on each rank:", [items for items, _, _ in examine(load_mended)])
 assert [items for items, *_ in examine(load_mended)] == [[0, 1, 2, 3]] * 2
 
 # %% [markdown]
-# ## Patient 4: the port is in use
+# ### Patient 4: the port is in use
 #
 # "Yesterday it ran. Today `init_process_group` never ends on some ranks." With `init_method="tcp://…"` or `MASTER_PORT`, rank 0 opens a port, the meeting point of all ranks. Here somebody else has it, as a job that was not ended would.
 
@@ -309,9 +309,9 @@ print("another port than the taken one:", store.port != taken)
 somebody.close()
 
 # %% [markdown]
-# # Ward 2: an error, but whose?
+# ## Ward 2: an error, but whose?
 #
-# ## Patient 5: one rank raises, the other gets blamed
+# ### Patient 5: one rank raises, the other gets blamed
 #
 # "Rank 0 crashes with a network error. We have asked the administrators to check the cable." Each rank writes a log of its own here, and leaves as soon as it fails, as a program without `launch` does.
 
@@ -357,7 +357,7 @@ print("sum of labels, number of labels:", examine(step_mended))
 assert examine(step_mended) == [[1.0, 1.0]] * 2
 
 # %% [markdown]
-# ## Patient 6: a tensor of another shape on one rank
+# ### Patient 6: a tensor of another shape on one rank
 #
 # "It trains well and dies in the evaluation." Five predictions on two ranks: three here, two there.
 #
@@ -405,7 +405,7 @@ print(examine(gather_mended))
 assert examine(gather_mended) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
 
 # %% [markdown]
-# ## Patient 7: unused parameters, at step 2
+# ### Patient 7: unused parameters, at step 2
 #
 # "The first step is fine, so the model must be. The second step raises." This model has a second head that the loss does not use.
 #
@@ -459,7 +459,7 @@ print("without the head:      ", examine(train, ("price",)))
 print("find_unused_parameters:", examine(lambda: train(find_unused_parameters=True)))
 
 # %% [markdown]
-# ## Patient 8: `rank` where `local_rank` belongs
+# ### Patient 8: `rank` where `local_rank` belongs
 #
 # "On one machine with two devices it works. On two machines it dies on the second." `RANK` counts over all machines, `LOCAL_RANK` within one. These are two real ranks in one group; what `torchrun --nnodes=2 --nproc-per-node=1` would set on two machines with one device each is set by hand.
 
@@ -488,7 +488,7 @@ for machines in (1, 2):
 # %% [markdown]
 # **Tool: print `RANK`, `LOCAL_RANK` and the number of devices on each rank.** With CUDA the same mistake reads *invalid device ordinal*. Whoever tests on one machine cannot see it: there both numbers are equal. **Cure:** devices by `LOCAL_RANK`; `RANK` is for shards of data, and for who prints and saves.
 #
-# ## Patient 9: a checkpoint that all ranks write at once
+# ### Patient 9: a checkpoint that all ranks write at once
 #
 # "Once in a while a checkpoint cannot be read." All ranks run `torch.save(state, path)` with the same path. Most of the time they finish in an order that does no harm. Here barriers force a moment that does: rank 0 has saved and wants to read; rank 1 is a little slower, and halfway through its own.
 
@@ -532,11 +532,11 @@ with tempfile.TemporaryDirectory() as folder:
     print("step read by each rank:", examine(one_saves, os.path.join(folder, "checkpoint.pt")))
 
 # %% [markdown]
-# # Ward 3: no error, and wrong
+# ## Ward 3: no error, and wrong
 #
 # The worst ward. Nothing stops, and the numbers look like numbers.
 #
-# ## Patient 10: different order, equal shapes
+# ### Patient 10: different order, equal shapes
 #
 # Patient 2 again, but now both tensors hold one number. Two ranks measured a loss and a number of hits; the sums are wanted.
 #
@@ -563,6 +563,7 @@ for rank, totals in enumerate(examine(smallest_first, level="DETAIL")):
 
 
 # %%
+# NBVAL_CHECK_OUTPUT
 def record(log):
     """From here on, write each collective of this rank into the list `log`."""
 
@@ -587,8 +588,6 @@ def first_difference(logs):
             return number, calls
 
 
-# %%
-# NBVAL_CHECK_OUTPUT
 def recorded(program, *args):
     log = []
     record(log)
@@ -647,7 +646,7 @@ for variable in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
     del os.environ[variable]
 
 # %% [markdown]
-# ## Patient 11: different seeds at the start
+# ### Patient 11: different seeds at the start
 #
 # "Each rank has a seed of its own, for the shuffling. The gradients are averaged. The model does not learn as it should." No DDP here: the gradients are averaged by hand.
 
@@ -679,20 +678,16 @@ def three_steps(together):
     return fingerprint(model)
 
 
-print("ranks hold one model:", examine(three_steps, False)[1] == 0)
-
-# %% [markdown]
-# **Tool: a fingerprint of the weights**, compared over the ranks after the first step and once in a while. **Cause:** the seed was set before the model was made, so each rank made another one. Equal gradients move them in parallel for ever. **Cure:** broadcast the weights of rank 0, as DDP does when it wraps a model.
-
-# %%
-# NBVAL_CHECK_OUTPUT
-print("ranks hold one model:", examine(three_steps, True)[1] == 0)
+print("as it was, ranks hold one model:", examine(three_steps, False)[1] == 0)
+print("mended,    ranks hold one model:", examine(three_steps, True)[1] == 0)
 assert examine(three_steps, True)[1] == 0  # not nearly: equal gradients on equal weights
 
 # %% [markdown]
+# **Tool: a fingerprint of the weights**, compared over the ranks after the first step and once in a while. **Cause:** the seed was set before the model was made, so each rank made another one. Equal gradients move them in parallel for ever. **Cure:** broadcast the weights of rank 0 (`together`), as DDP does when it wraps a model.
+#
 # The same seed, used on purpose on one rank only, breaks more: `random_split` into training and validation with a seed per rank puts samples of one rank's validation set into another rank's training set.
 #
-# ## Patient 12: the scheduler is stepped n times
+# ### Patient 12: the scheduler is stepped n times
 #
 # "On two devices the second half of the training does nothing." The schedule lets the learning rate fall to zero in eight steps. A wrapper steps the scheduler once for each rank: some frameworks do, so that a schedule written for one device's number of batches still fits ([accelerate](https://github.com/huggingface/accelerate/issues/2142) does by default). This script had already divided its number of steps by the world size.
 
@@ -711,20 +706,16 @@ def learning_rates(per_step=None):
     return rates
 
 
-print(examine(learning_rates)[0])
-
-# %% [markdown]
-# **Tool: log the learning rate beside the loss, always.** **Cause:** both the script and the wrapper accounted for the two ranks. **Cure:** one of them: one scheduler step for each optimizer step.
-
-# %%
-# NBVAL_CHECK_OUTPUT
-print(examine(learning_rates, 1)[0])
+print("as it was:", examine(learning_rates)[0])
+print("mended:   ", examine(learning_rates, 1)[0])
 assert examine(learning_rates, 1) == [[1 - step / 8 for step in range(8)]] * 2
 
 # %% [markdown]
-# # Ward 4: everything right, and slow
+# **Tool: log the learning rate beside the loss, always.** **Cause:** both the script and the wrapper accounted for the two ranks. **Cure:** one of them: one scheduler step for each optimizer step.
 #
-# ## Patient 13: threads that crowd the cores
+# ## Ward 4: everything right, and slow
+#
+# ### Patient 13: threads that crowd the cores
 #
 # "One process needs a second. Two processes on the same machine need many." PyTorch gives a process as many threads as the machine has cores. Two ranks that do not know of each other start twice as many threads as there are cores. `torchrun` sets `OMP_NUM_THREADS=1`, and `launch` gives each rank its share; `mp.spawn` and a hand-written loop do nothing. So this patient undoes what `launch` did: two ranks, the same two cores for both.
 
@@ -793,7 +784,6 @@ for program, cause, tool in CHART:
     chart.append((symptom, cause, tool))
     print(f"{symptom.replace(chr(10), ' '):19}  {tool:18}  {cause}")
 
-# %%
 symptoms = list(dict.fromkeys(symptom for symptom, _, _ in chart))
 fig, ax = plt.subplots(figsize=(8.5, 5.6))
 for number, symptom in enumerate(symptoms):
