@@ -239,12 +239,19 @@ hint("00-practice", level=1)
 # |---|---|---|
 # | 01 | [Device placement](01_device_placement.ipynb) | say where an operation runs, and prove it |
 # | 02 | [Two devices, one sum](02_two_devices_one_sum.ipynb) | measure what a second device is worth, and when it costs |
+# | 03 | [DataParallel](03_data_parallel.ipynb) | split a batch over devices in one process, and see why it stays uneven |
+# | 04 | [DDP from scratch](04_ddp_from_scratch.ipynb) | turn a script for one device into one for many, and prove that it is the same |
+# | 05 | [DDP in practice](05_ddp_in_practice.ipynb) | get the data, the batch, the learning rate and the evaluation right |
+# | 06 | [Debugging clinic](06_debugging_clinic.ipynb) | find out why a job hangs, fails or learns the wrong thing |
+# | 07 | [An experiment, done again](07_autoencoder_experiment.ipynb) | run, log, time and export an experiment that others can trust |
+# | 08 | [Model and pipeline parallelism](08_model_and_pipeline_parallel.ipynb) | cut one model over two devices, between and inside its layers |
+# | 09 | [Sharded training](09_sharded_training.ipynb) | keep only a part of the model on each rank |
 # | 14 | [Where memory goes](14_where_memory_goes.ipynb) | predict the bytes of a training step by kind, and weigh them |
 # | 15 | [Out of memory](15_out_of_memory.ipynb) | find what holds the memory, and mend it |
 # | 16 | [Batch size](16_batch_size.ipynb) | find the largest batch that fits, and lose no sample when it does not |
 # | 17 | [Precision and recomputation](17_precision_and_recompute.ipynb) | train in less memory: 16 bits, recomputation, a frozen backbone |
 #
-# Between them come PyTorch (03 to 09: DataParallel, DDP, pipelines, sharding) and TensorFlow (10 to 13: its strategies). Lessons appear in this table as they are written; those on memory (14 to 17) need only 00.
+# Between them comes TensorFlow (10 to 13: its strategies). Lessons appear in this table as they are written. 05 to 09 need 04; those on memory (14 to 17) need only 00.
 #
 # ## Recap
 #
