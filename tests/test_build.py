@@ -157,6 +157,14 @@ def test_outputs_that_must_not_be_stored(tmp_path, code, message):
     assert not kernels, "a build leaves no kernel running"
 
 
+def test_a_kernel_that_does_not_start_is_named(tmp_path, monkeypatch):
+    spec = execute.KernelSpec(argv=[sys.executable, "-c", "raise SystemExit('no room')"])
+    monkeypatch.setattr(execute.ThisInterpreter, "get_kernel_spec", lambda *_: spec)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 + 1")])
+    with pytest.raises(execute.ExecutionFailed, match="(?s)x.ipynb.*Kernel died.*no room"):
+        execute.execute(notebook, tmp_path / "x.ipynb")
+
+
 def test_paths_of_this_machine_are_replaced(tmp_path):
     code = """
 import course_utils, json, os, sys, traceback

@@ -13,7 +13,7 @@ import nbformat
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbclient.util import run_sync
 from nbformat import NotebookNode
 
@@ -42,9 +42,10 @@ def execute(notebook: NotebookNode, path: Path) -> None:
     with tempfile.TemporaryDirectory() as empty:
         # An author's IPython profile and start-up files must not colour the outputs.
         env = {**os.environ, "PYTHONPATH": str(ROOT), "IPYTHONDIR": empty, "COLUMNS": "100"}
+        kernel = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=ThisInterpreter())
         client = NotebookClient(
             notebook,
-            km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=ThisInterpreter()),
+            km=kernel,
             timeout=CELL_TIMEOUT,
             record_timing=False,
             store_widget_state=False,
@@ -55,12 +56,14 @@ def execute(notebook: NotebookNode, path: Path) -> None:
         try:
             with open(Path(empty) / "stderr", "w+", errors="replace") as stderr:
                 client.execute(env=env, stderr=stderr)
-        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        except (CellExecutionError, CellTimeoutError, RuntimeError) as error:  # or no kernel
             last_words = (Path(empty) / "stderr").read_text(errors="replace")[-2000:]
             text = f"{path.name}, cell {started[-1] if started else 1} failed: {error}"
             raise ExecutionFailed(f"{text}\n{last_words}".rstrip()) from error
         finally:  # nbclient ends only kernels whose manager it made itself
-            run_sync(client.km.shutdown_kernel)(now=True)
+            client.km = kernel  # nbclient forgets a kernel that failed to start, then stumbles
+            if kernel.has_kernel:
+                run_sync(kernel.shutdown_kernel)(now=True)
     for number, cell in enumerate(notebook.cells, 1):
         for output in cell.get("outputs", []):
             tidy(output, f"{path.name}, cell {number}", compared=COMPARED in cell.source)
