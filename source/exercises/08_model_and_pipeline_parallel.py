@@ -75,11 +75,11 @@ check("08-gpipe")
 #
 # A block computes $h = \mathrm{relu}(x A)$ and $y = h B$. Here `x` has a sample in each row, and `A` and `B` are plain matrices as in the formula (not transposed as in `nn.Linear`), without bias. Write three functions, which each rank calls:
 #
-# 1. `slice_weights(A, B, rank, ranks)` returns this rank's slices of both matrices: of equal size, the first slice for rank 0. The width of `h` can be divided by `ranks`.
+# 1. `slice_weights(A, B, rank, ranks)` returns this rank's slices of both matrices: of equal size, the first slice for rank 0. The width of `h` can be divided by `ranks`, which need not be 2.
 # 2. `block_forward(x, A, B, all_reduce)` gets the whole `x` and this rank's *slices*, and returns the whole `y`.
 # 3. `block_backward(gradient, x, A, B, all_reduce)` gets the whole gradient of `y`, the whole `x` and the slices. It returns the whole gradient of `x`, and the gradients of the two slices.
 #
-# `all_reduce(t)` replaces the tensor `t`, in place and on every rank, by the sum over the ranks; it returns nothing. Use it once in each direction: two of the points are for that. Compute without autograd: with `into`, the gradient at the entrance of relu, that of $A$ is $x^T \cdot$ `into`, that of $x$ is `into` $\cdot A^T$, and that of $B$ is $h^T \cdot$ `gradient`. Where relu's result is 0, its gradient is 0 too.
+# `all_reduce(t)` replaces the tensor `t`, in place and on every rank, by the sum over the ranks; it returns nothing. Use it once in each direction, on nothing larger than `x`: two of the points are for that. Leave the arguments as they are. You need no autograd: with `into`, the gradient at the entrance of relu, that of $A$ is $x^T \cdot$ `into`, that of $x$ is `into` $\cdot A^T$, and that of $B$ is $h^T \cdot$ `gradient`. Where relu's result is 0, its gradient is 0 too.
 
 # %% task="08-tensor"
 import torch

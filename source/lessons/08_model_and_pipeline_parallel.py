@@ -2,7 +2,7 @@
 # jupyter:
 #   course:
 #     rows: [P2]
-#     minutes: {read: 35, do: 25}
+#     minutes: {read: 45, do: 30}
 #     devices: 2
 #     path: more
 #     extra: torch
@@ -23,8 +23,8 @@
 #
 # | | |
 # |---|---|
-# | **Time** | 35 minutes to read, 25 to do; the exercise comes on top |
-# | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); a training step in PyTorch |
+# | **Time** | 45 minutes to read, 30 to do; the exercise comes on top |
+# | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); a training step in PyTorch; for the last part what an all-reduce costs, and DDP ([lesson 04](04_ddp_from_scratch.ipynb)) |
 # | **You will** | cut a model between its layers · see each half wait for the other · fill the gap with micro-batches, and measure what is left · compare GPipe and 1F1B in memory · cut *inside* a layer · count the bytes that each method sends |
 # | **Runs on** | no GPU, or one: two pinned cores · two GPUs or more: the GPUs (the multi-GPU path was not run by the authors) |
 # | **Last verified** | Python 3.11, PyTorch 2.13.0 |
@@ -150,7 +150,7 @@ print("both stages equal one device within 1e-12:", max(differences) < 1e-12)
 assert max(differences) < 1e-12
 
 # %% [markdown]
-# Both do the same additions in the same order, so the difference is often exactly 0. The tolerance is for libraries that order the additions of a product differently on another day. Each rank would now step an optimizer of its own, for its own weights: no rank ever needs the other's.
+# The tolerance is not 0 because nobody promises that a library adds up the terms of a product in the same order every time. Each rank would now step an optimizer of its own, for its own weights: no rank ever needs the other's.
 #
 # ## Each waits for the other
 #
@@ -160,7 +160,7 @@ assert max(differences) < 1e-12
 #
 # A second function measures: a few steps after a warm-up, of which the shortest counts, because other programs can only make a step longer. The **idle share** is the part of both ranks' time, from the first start to the last end, in which they did not compute.
 #
-# **Predict.** One micro-batch, two equal stages. A backward pass takes about twice as long as a forward pass. What is the idle share? Draw the two ranks as two lines before you run it.
+# **Predict.** One micro-batch, two equal stages. Draw the two ranks as two lines: what is the idle share? Does it depend on how much longer a backward pass takes than a forward pass?
 
 
 # %%
@@ -243,7 +243,7 @@ def shortest(log):
     return min(zip(*log, strict=True), key=span)
 
 
-WIDTH, BATCH, STEPS = 256, 512, 7
+WIDTH, BATCH, STEPS = 128, 2048, 5
 naive = [[("F", 0), ("B", 0)]] * 2
 timelines = {"one micro-batch": shortest(launch(record, 2, naive, two_halves, WIDTH, BATCH, STEPS))}
 for rank, events in enumerate(timelines["one micro-batch"]):
@@ -265,9 +265,10 @@ def draw(ax, ranks, label):
             colour, hatch = LOOK[kind]
             left, width = 1000 * (start - zero), 1000 * (end - start)
             ax.barh(rank, width, left=left, color=colour, hatch=hatch, edgecolor="white")
-            if width > 40 * span(ranks):
+            if width > 20 * span(ranks):
                 ax.text(left + width / 2, rank, f"{kind}{i}", ha="center", va="center",
-                        color="white", fontsize=9, fontweight="bold")  # fmt: skip
+                        color="white", fontsize=8, fontweight="bold",
+                        bbox={"facecolor": colour, "linewidth": 0, "pad": 1})  # fmt: skip
     ax.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
@@ -287,7 +288,7 @@ plots.show(
 )
 
 # %% [markdown]
-# At no time do both compute. Whatever one device would do, the two do in turns, and the messages come on top: cutting a model gives it *room*, not speed. This is the bottleneck that gave model parallelism its bad name.
+# At no time do both compute: each is idle while the other works, so half of all time is idle, whatever a backward pass takes. The messages come on top. Cutting a model gives it *room*, not speed.
 #
 # ## Micro-batches fill the gap
 #
@@ -297,7 +298,7 @@ plots.show(
 #
 # $$\frac{p - 1}{m + p - 1}$$
 #
-# **Predict.** What is it for 2 stages and 1, 2, 4, 8, 16 micro-batches? Does a step get faster with every doubling?
+# **Predict.** What is it for 2 stages and 1, 2, 4, 8 micro-batches? If nothing else cost time, how many times as fast as with one would a step be?
 
 
 # %%
@@ -305,7 +306,7 @@ def gpipe(stage, stages, m):
     return [("F", i) for i in range(m)] + [("B", i) for i in range(m)]
 
 
-COUNTS = [1, 2, 4, 8, 16]
+COUNTS = [1, 2, 4, 8]
 logs = {}
 for m in tqdm(COUNTS, desc="micro-batches", file=sys.stdout):
     orders = [gpipe(stage, 2, m) for stage in range(2)]
@@ -314,10 +315,21 @@ bubble = {m: 1 / (m + 1) for m in COUNTS}  # p = 2
 measured = {m: idle_share(shortest(log)) for m, log in logs.items()}
 length = {m: span(shortest(log)) for m, log in logs.items()}
 timelines["GPipe, 4 micro-batches"] = shortest(logs[4])
-print(f"{'m':>3}{'bubble':>9}{'idle, measured':>17}{'one step':>12}{'against m = 1':>16}")
+
+
+def computing(log):
+    """Milliseconds that each rank computes in a step: its best step."""
+    sums = ([sum(end - start for *_, start, end in events) for events in steps] for steps in log)
+    return " and ".join(f"{1000 * min(each):.0f}" for each in sums)
+
+
+print(
+    f"{'m':>2}{'bubble':>8}{'idle':>7}{'step':>10}{'gain':>8}{'ideal':>8}   each rank computes, ms"
+)
 for m in COUNTS:
-    gain = length[1] / length[m]
-    print(f"{m:>3}{bubble[m]:9.0%}{measured[m]:17.0%}{1000 * length[m]:9.1f} ms{gain:15.2f}×")
+    gains = f"{length[1] / length[m]:7.2f}×{2 * m / (m + 1):7.2f}×"  # ideal: only the bubble
+    idle = f"{bubble[m]:8.0%}{measured[m]:7.0%}"
+    print(f"{m:>2}{idle}{1000 * length[m]:7.1f} ms{gains}   {computing(logs[m])}")
 
 fig, ax = plt.subplots()
 ax.plot(COUNTS, [100 * bubble[m] for m in COUNTS], label="bubble, (p − 1) / (m + p − 1)")
@@ -327,22 +339,23 @@ ax.set_xticks(COUNTS, COUNTS)
 ax.set(xlabel="micro-batches m", ylabel="idle share of two devices (%)", ylim=(0, None))
 fastest = min(COUNTS, key=length.get)
 ax.set_title(
-    f"Idle: {measured[1]:.0%} with 1 micro-batch, {measured[16]:.0%} with 16;\nfastest step here with {fastest}"
+    f"Bubble {bubble[1]:.0%} to {bubble[8]:.0%}, idle here {measured[1]:.0%} to {measured[8]:.0%};\n"
+    f"shortest step here with m = {fastest}"
 )
 ax.legend()
 plots.show(
     fig,
     name="bubble-measured",
     alt="Idle share against the number of micro-batches: the formula falls from 50 percent at 1 to "
-    f"6 percent at 16; measured {measured[1]:.0%} and {measured[16]:.0%}.",
+    f"11 percent at 8; measured {measured[1]:.0%} and {measured[8]:.0%}.",
 )
 
 # %% [markdown]
-# The formula counts only the start and the end of a step. What lies above it in your figure is waiting in the middle: messages take time, and no two stages take exactly the same (stage 1 has the loss, too). And the fewest idle moments need not be the fastest step: a small micro-batch uses a device less well, and every one of them pays for a message. So raise $m$ until the step no longer gets shorter, not until the bubble is gone.
+# The formula counts only the start and the end of a step. What is idle beyond it is waiting in the middle: messages take time, and no two stages take exactly the same. And less idle time need not be a shorter step: look at the last column. Where the ranks *compute* longer with more micro-batches, the gain is lost there. A small micro-batch uses a device less well, and every backward pass adds to the gradient of every weight once more. So raise $m$ until the step no longer gets shorter, not until the bubble is gone.
 #
 # ## 1F1B: the same bubble in less memory
 #
-# GPipe has a price. Each micro-batch whose forward pass is done keeps its **activations**, the results that the backward pass needs, and in GPipe all $m$ of them wait. The schedule **1F1B** (one forward, one backward; [PipeDream](https://arxiv.org/abs/1806.03377)) runs a backward pass as soon as one is possible. Stage $s$ first does as many forward passes as there are stages behind it, $p - 1 - s$. Then it alternates.
+# GPipe has a price. Each micro-batch whose forward pass is done keeps its **activations**, the results that the backward pass needs, and all $m$ of them wait. (The paper computes them again in the backward pass, see [lesson 17](17_precision_and_recompute.ipynb); here they are kept.) The schedule **1F1B** (one forward, one backward) runs a backward pass as soon as one is possible. It comes from [PipeDream](https://arxiv.org/abs/1806.03377), which never waits for the end of a step and keeps old weights instead; the form used here, with an end to each step, is [PipeDream-Flush](https://arxiv.org/abs/2006.09503). Stage $s$ first does as many forward passes as there are stages behind it, $p - 1 - s$. Then it alternates.
 #
 # **Predict.** 4 stages, 8 micro-batches: how many micro-batches does each stage keep at most?
 
@@ -375,20 +388,17 @@ orders = [one_f_one_b(stage, 2, 4) for stage in range(2)]
 timelines["1F1B, 4 micro-batches"] = shortest(
     launch(record, 2, orders, two_halves, WIDTH, BATCH, STEPS)
 )
-print(f"{'':26}{'idle':>6}{'one step':>12}")
-for name, ranks in timelines.items():
-    print(f"{name:26}{idle_share(ranks):6.0%}{1000 * span(ranks):9.1f} ms")
+lines = [f"{name}: idle {idle_share(ranks):.0%}, step {1000 * span(ranks):.1f} ms"
+         for name, ranks in timelines.items()]  # fmt: skip
+print(*lines, sep="\n")
 
 fig, axes = plt.subplots(3, 1, figsize=(7.5, 5), sharex=True)
-for ax, (name, ranks) in zip(axes, timelines.items(), strict=True):
-    draw(ax, ranks, name)
+for ax, line, ranks in zip(axes, lines, timelines.values(), strict=True):
+    draw(ax, ranks, line)
     ax.set_ylabel("device")
 axes[-1].set_xlabel("time since the start of the step (ms)")
 shares = [idle_share(ranks) for ranks in timelines.values()]
-fig.suptitle(
-    "Idle: "
-    + ", ".join(f"{s:.0%} ({n})" for n, s in zip(["one", "GPipe", "1F1B"], shares, strict=True))
-)
+fig.suptitle("The order of the passes: all forward first (GPipe), or in turns (1F1B)")
 plots.show(
     fig,
     name="three-timelines",
@@ -398,7 +408,7 @@ plots.show(
 )
 
 # %% [markdown]
-# The order differs, the bubble of the formula is the same: $p - 1$ slots at the start, $p - 1$ at the end. (Where your two idle shares differ, it is the waiting in the middle, or another program.) Now the memory. `memory.meter` counts the bytes of all tensors on a rank; what the peak adds to what was there before the step is activations, and a few gradients on their way. Each micro-batch has 64 samples, so more micro-batches mean a larger batch.
+# The order differs, the bubble of the formula is the same: $p - 1$ slots at the start, $p - 1$ at the end. Now the memory. `memory.meter` counts the bytes of all tensors on a rank; what the peak adds to what was there before the step is activations, and a few gradients on their way. Each micro-batch has 64 samples, so more micro-batches mean a larger batch.
 #
 # **Predict.** From 2 to 16 micro-batches: by how much does the peak of stage 0 grow under GPipe, and under 1F1B?
 
@@ -418,7 +428,7 @@ def peak_of(schedule, m, width=128, size=64):
     return meter.peak - before
 
 
-MANY = [2, 4, 8, 16]
+MANY = [2, 8, 16]
 peaks = {}
 for schedule in (gpipe, one_f_one_b):
     for m in MANY:
@@ -447,11 +457,11 @@ plots.show(
     fig,
     name="memory-of-schedules",
     alt="Peak memory of a step against micro-batches for both schedules and stages. GPipe rises in "
-    f"proportion, {growth['gpipe']:.1f} times from 2 to 16; 1F1B stays {growth['one_f_one_b']:.1f} times.",
+    f"a straight line, {growth['gpipe']:.1f} times from 2 to 16; 1F1B stays {growth['one_f_one_b']:.1f} times.",
 )
 
 # %% [markdown]
-# Under 1F1B the memory follows the number of *stages*, not of micro-batches. So you may take as many micro-batches as the bubble asks for.
+# Under 1F1B the activations follow the number of *stages*, not of micro-batches: memory no longer limits $m$. Under GPipe every micro-batch adds the same. Eight times the micro-batches are not quite eight times the peak, because a part is there only once: what the one pass at work needs for itself.
 #
 # ## Then → now: `torch.distributed.pipelining`
 #
@@ -503,11 +513,13 @@ print("with 8 micro-batches, stage 0 of 1F1B needs less than that of GPipe:", le
 assert worst < 1e-12 and less
 
 # %% [markdown]
-# The difference is no longer 0: one device adds up 512 samples in one go, the schedule adds eight sums of 64, and additions in another order round differently.
+# The difference is not 0: with `m = 8` one device adds up 512 samples in one go, the schedule adds eight sums of 64, and additions in another order round differently.
+#
+# The library's 1F1B does grow a little with `m`. It makes a buffer to receive into for every micro-batch, and its last stage keeps every output: a few messages of 64 KiB for each micro-batch, not its activations.
 #
 # ## Break it: two ranks that both send
 #
-# `run_order` uses `isend`, and the library too sends without waiting. Here is 1F1B with plain `send`, which returns when the other side has taken the message. Rank 0 does F0, sends, does F1, sends. Rank 1 does F0, B0, and sends its gradient.
+# `run_order` uses `isend`, and the library too sends without waiting. Here is 1F1B with plain `send` between CPUs (gloo), which returns when the other side has taken the message. (On NCCL `send` only puts the message in the GPU's queue; there the queues block each other.) Rank 0 does F0, sends, does F1, sends. Rank 1 does F0, B0, and sends its gradient.
 #
 # **Predict.** Who waits for whom?
 
@@ -515,18 +527,16 @@ assert worst < 1e-12 and less
 # %%
 # NBVAL_CHECK_OUTPUT
 def plain_sends():
-    message, link = (
-        torch.ones(1 << 16, device=my_device()),
-        torch.empty(1 << 16, device=my_device()),
-    )
+    message, link = torch.ones(1 << 16), torch.empty(1 << 16)
+    pair = dist.new_group(backend="gloo")  # on GPUs, too, this cell sends between CPUs
     if dist.get_rank() == 0:
-        dist.send(message, dst=1)  # F0
-        dist.send(message, dst=1)  # F1: rank 1 will take it after B0
-        dist.recv(link, src=1)  # for B0
+        dist.send(message, dst=1, group=pair)  # F0
+        dist.send(message, dst=1, group=pair)  # F1: rank 1 will take it after B0
+        dist.recv(link, src=1, group=pair)  # for B0
     else:
-        dist.recv(link, src=0)  # for F0
-        dist.send(message, dst=0)  # B0: rank 0 will take it after F1
-        dist.recv(link, src=0)  # for F1
+        dist.recv(link, src=0, group=pair)  # for F0
+        dist.send(message, dst=0, group=pair)  # B0: rank 0 will take it after F1
+        dist.recv(link, src=0, group=pair)  # for F1
 
 
 try:
@@ -539,11 +549,11 @@ else:
     raise AssertionError("two blocked ranks went unnoticed")
 
 # %% [markdown]
-# Each waits until the other receives. No error, no progress: a **deadlock**. The order on each rank is right, only waiting in `send` is wrong. Look for it whenever messages go both ways: `isend`, or `dist.batch_isend_irecv`, which hands over sends and receives together. (On GPUs a direction also gets a group of its own, as `links` does: within one group NCCL runs them one after the other.)
+# Each waits until the other receives. No error, no progress: a **deadlock**. The order on each rank is right, only waiting in `send` is wrong. Look for it whenever messages go both ways: `isend`, or `dist.batch_isend_irecv`, which hands over sends and receives together. ([NCCL](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/p2p.html) asks for the same: calls that must progress together belong in one group call.)
 #
 # ## Where to cut
 #
-# So far the stages were equal. Blocks of real models are not, and a pipeline is as fast as its slowest stage: with many micro-batches a step takes $m$ times the *largest* stage. So the best cut makes the largest stage as small as possible, and not the number of layers equal. The cost of a block is counted here in operations; on a device you would time it.
+# So far the stages were equal. Blocks of real models are not, and a pipeline is as fast as its slowest stage: if its cost were all, a step would take $m$ times the *largest* stage, plus once the other one. So the best cut makes the largest stage as small as possible, and not the number of layers equal. The cost of a block is counted here in operations.
 #
 # **Predict.** The blocks cost 8, 8, 4, 4, 2, 2, 2, 2. Where do you cut for two stages?
 
@@ -569,22 +579,25 @@ for cut in (4, best):
         return model[:cut], model[cut:]
 
     orders = [one_f_one_b(stage, 2, 8) for stage in range(2)]
-    log = launch(record, 2, orders, unequal, 192, BATCH, STEPS)
+    log = launch(record, 2, orders, unequal, 128, BATCH // 2, STEPS)
     step = shortest(log)
     cuts[cut] = span(step)
-    busy = [sum(end - start for *_, start, end in events) for events in step]
-    text = " and ".join(f"{1000 * seconds:.0f} ms" for seconds in busy)
-    print(f"cut after {cut}: one step {1000 * cuts[cut]:.0f} ms, the stages compute for {text}")
-print(f"equal number of blocks takes {cuts[4] / cuts[best]:.2f}× the time of equal costs")
+    print(f"cut after {cut}: one step {1000 * span(step):.0f} ms, the stages compute", end=" ")
+    print(f"for {computing(log)} ms")
+slots = {cut: 7 * max(pair := (sum(costs[:cut]), sum(costs[cut:]))) + sum(pair) for cut in cuts}
+print(f"equal number of blocks takes {cuts[4] / cuts[best]:.2f}× the time of equal costs", end="")
+print(f" ({slots[4] / slots[best]:.2f}× by operations)")
 
 # %% [markdown]
+# By operations, eight micro-batches take eight times the largest stage and once the other one: that is the ratio in brackets. Your measured ratio shows how far to trust the count. Operations are not time: additions, GELU, gradients and messages cost, too, and weigh more in small blocks; and other programs disturb one stage more than the other. To cut a real model, time its blocks on the device.
+#
 # ## Cut inside a layer: tensor parallelism
 #
 # A pipeline gives each device whole layers, one after the other. **Tensor parallelism** gives each device a slice of every layer, so that all work on the same sample at the same time. A block multiplies by two matrices, $h = \mathrm{gelu}(x A)$ and $y = h B$. Cut $A$ into *columns* and $B$ into *rows*:
 #
 # $$A = (A_0 \; A_1), \quad B = \binom{B_0}{B_1}: \qquad y = \mathrm{gelu}(x A_0)\,B_0 + \mathrm{gelu}(x A_1)\,B_1$$
 #
-# GELU works number by number, so each device needs only its own columns of $h$. Nothing is sent in the middle: one sum at the end is enough. Here it is on four numbers each.
+# GELU works number by number, so each device needs only its own columns of $h$. Nothing is sent in the middle: one sum at the end is enough. Here it is on four numbers each, with relu for GELU, so that the numbers stay whole.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -595,9 +608,12 @@ print("device 0:", parts[0].tolist(), " device 1:", parts[1].tolist())
 print("sum:     ", (parts[0] + parts[1]).tolist(), " whole:   ", (torch.relu(x @ A) @ B).tolist())
 
 # %% [markdown]
-# The sum is an all-reduce, in the forward pass, at the *end* of the block. What about the backward pass? Both devices used the same $x$, so its gradient is a sum too: each device knows the part that came through its own columns. That is another all-reduce, in the backward pass, at the *beginning* of the block. So there are two functions, and each is the mirror of the other ([Megatron-LM](https://arxiv.org/abs/1909.08053) calls them $f$ and $g$).
+# The sum is an all-reduce, in the forward pass, at the *end* of the block. What about the backward pass? Both devices used the same $x$, so its gradient is a sum too: each device knows the part that came through its own columns. That is another all-reduce, in the backward pass, at the *beginning* of the block. So there are two functions, each the mirror of the other:
 #
-# In `SlicedBlock` the bias of `down` comes after the sum: before it, both devices would add it.
+# - `Enter`, at the beginning of the block ($f$ in [Megatron-LM](https://arxiv.org/abs/1909.08053)): forward nothing, backward the sum.
+# - `Leave`, at its end ($g$ there): forward the sum, backward nothing.
+#
+# The next cell defines both, and `SlicedBlock`, which is `Block` with this rank's slices between them. The bias of `down` comes after the sum: before it, both devices would add it.
 #
 # **Predict.** Somebody forgets `Enter`. Is the loss wrong? Which gradients are wrong: of the last block, of the first?
 
@@ -651,7 +667,7 @@ class SlicedBlock(nn.Module):
 # %%
 # NBVAL_CHECK_OUTPUT
 def sliced(enter):
-    """Is it like one device? The loss, and the gradients of each block's `up`."""
+    """Differences from one device (the loss, each block's `up`), and each block's bias gradient."""
     x, y = (t.double().to(my_device()) for t in make_batch(32, 64))
     one = make_model(64).double().to(my_device())
     mine = nn.Sequential(*(SlicedBlock(block, enter) for block in one))
@@ -662,15 +678,19 @@ def sliced(enter):
     for a, b in zip(mine, one, strict=True):
         wanted = b.up.weight.grad.chunk(2)[dist.get_rank()]
         apart.append((a.A.grad - wanted).abs().max().item())
-    return apart
+    return apart, [block.b.grad.tolist() for block in mine]
 
 
-for name, enter in {"with Enter": Enter.apply, "without": lambda x: x}.items():
-    same = [max(pair) < 1e-12 for pair in zip(*launch(sliced, 2, enter), strict=True)]
-    print(f"{name:11} loss equal: {same[0]}; gradients of block 0 to 3 equal: {same[1:]}")
+for name, enter in {"with Enter": Enter.apply, "without Enter": lambda x: x}.items():
+    (apart0, bias0), (apart1, bias1) = launch(sliced, 2, enter)
+    same = [max(pair) < 1e-12 for pair in zip(apart0, apart1, strict=True)]
+    agree = [np.allclose(*pair, rtol=0, atol=1e-12) for pair in zip(bias0, bias1, strict=True)]
+    print(f"{name}: loss equals one device's: {same[0]}")
+    print(f"    gradients of blocks 0 to 3 equal one device's: {same[1:]}")
+    print(f"    both ranks have the same gradient of the bias: {agree}")
 
 # %% [markdown]
-# Without `Enter` the loss is right, and the last block's gradients are right. In all blocks before it they are wrong, and the ranks do not even agree. Nothing raises, and the first loss tells you nothing. This is why every method here is compared with one device *by its gradients*.
+# Without `Enter` the loss is right, and the last block's gradients are right. In all blocks before it they are wrong. The ranks do not even agree on the bias, which both hold whole: after a step they would no longer have the same model. Nothing raises, and the first loss tells you nothing. This is why every method here is compared with one device *by its gradients*.
 #
 # ## The same from the library: `parallelize_module`
 #
@@ -738,15 +758,15 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def make_step(method, width, batch):
+def make_step(method, width, batch, m=4):
     """A function that does forward and backward in this way, and the weights on this rank."""
     rank, device = dist.get_rank(), my_device()
     x, y = (t.to(device) for t in make_batch(batch, width))
     model = make_model(width).to(device)
     if method == "pipeline":
         stage = model[:2] if rank == 0 else model[2:]
-        inputs, targets = x.chunk(4), y.chunk(4)
-        links, order = (dist.new_group(), dist.new_group()), one_f_one_b(rank, 2, 4)
+        inputs, targets = x.chunk(m), y.chunk(m)
+        links, order = (dist.new_group(), dist.new_group()), one_f_one_b(rank, 2, m)
         return lambda: run_order(order, stage, inputs, targets, links, []), stage
     if method == "data":
         model = nn.parallel.DistributedDataParallel(model)
@@ -804,38 +824,27 @@ print("weights on rank 0, of all:", {m: f"{part:.0%}" for m, part in weights.ite
 assert equal
 
 # %% [markdown]
-# The formulas hold to the byte, so they can fill in what was not measured. (The batch is the global one. Tensor parallelism gives each rank all of it, data parallelism half.)
+# With 16 times the batch, pipeline and tensor parallelism send 16 times as much, data parallelism the same. With twice the width, data parallelism sends nearly 4 times as much (its weights), the others twice. The formulas hold to the byte, so they can fill in what was not measured. (The batch is the global one. Tensor parallelism gives each rank all of it, data parallelism half.)
 #
 # ## When is which better?
 
 # %%
-# NBVAL_CHECK_OUTPUT
-WIDTHS, BATCHES = [64, 256, 1024, 4096], [16, 256, 4096, 65536]
-print("fewest bytes; and in brackets, fewest without a bubble")
-print(f"{'width':>6}" + "".join(f"{f'batch {batch}':>22}" for batch in BATCHES))
-for width in WIDTHS:
-    cells = []
-    for batch in BATCHES:
-        first = min(METHODS, key=lambda m: formula(m, width, batch))
-        second = min(("data", "tensor"), key=lambda m: formula(m, width, batch))
-        cells.append(f"{f'{first} ({second})':>22}")
-    print(f"{width:>6}" + "".join(cells))
-
-# %%
 width, batches = 64, np.array([2**k for k in range(4, 14)])
 fig, ax = plt.subplots()
-for method, look in zip(METHODS, ("o", "s", "^"), strict=True):
-    colour = plots.COLOURS[METHODS.index(method)]
+for k, (method, look) in enumerate(zip(METHODS, ("o", "s", "^"), strict=True)):
+    style = {"color": plots.COLOURS[k], "linestyle": plots.DASHES[k]}
     line = [formula(method, width, int(batch)) / KiB for batch in batches]
-    ax.plot(batches, line, color=colour, marker="", linestyle=plots.DASHES[METHODS.index(method)])
+    ax.plot(batches, line, marker="", **style)
     points = {batch: sent[method][w, batch][0] / KiB for w, batch in CASES if w == width}
-    ax.plot(points.keys(), points.values(), look, color=colour, label=f"{method} (marker: counted)")
+    ax.plot(points.keys(), points.values(), look, color=plots.COLOURS[k])
+    ax.plot([], [], marker=look, label=f"{method} (line: formula, marker: counted)", **style)
+flat = DEPTH * (8 * width + 5)
+cross = {"pipeline": flat, "tensor": flat / (2 * DEPTH - 1)}
+for batch in cross.values():
+    ax.axvline(batch, color="gray", linewidth=1, linestyle=":")
 ax.set_xscale("log", base=2)
 ax.set_yscale("log")
 ax.set(xlabel="global batch (samples)", ylabel="sent by a rank in one step (KiB)")
-cross = {
-    m: DEPTH * (8 * width + 5) / (1 if m == "pipeline" else 2 * DEPTH - 1) for m in METHODS[1:]
-}
 ax.set_title(
     f"Width {width}: data parallel sends less than tensor from a batch\n"
     f"of {cross['tensor']:.0f} on, less than the pipeline from {cross['pipeline']:.0f} on"
@@ -850,13 +859,13 @@ plots.show(
 )
 
 # %% [markdown]
-# Data parallelism sends the *weights'* gradients, whatever the batch; the other two send *activations*, whatever the weights inside. So a large batch of small layers calls for data parallelism, a small batch of large layers for the others. But bytes are not time: count the messages and the waiting too. So here are two opposite cases on your devices, forward and backward.
+# Data parallelism sends the *weights'* gradients, whatever the batch; the other two send *activations*, whatever the weights inside. So with a large batch of small layers data parallelism sends less, with a small batch of large layers the others do. But bytes are not time. Here is a case in which the pipeline sends a thousandth of what data parallelism sends: width 512, batch 16. The pipeline runs twice, with 4 micro-batches of 4 samples and with all 16 at once.
 #
-# **Predict.** Which method wins where? Does any lose to one device?
+# **Predict.** Which is fastest: the method that sends least? Which of the two pipelines? (A pass of 4 samples reads as many weights as one of 16.)
 
 
 # %%
-def time_of(method, width, batch, rounds=7):
+def time_of(method, width, batch, m=4, rounds=6):
     if method == "one device":
         x, y = (t.to(my_device()) for t in make_batch(batch, width))
         model = make_model(width).to(my_device())
@@ -865,7 +874,7 @@ def time_of(method, width, batch, rounds=7):
             if dist.get_rank() == 0:
                 F.mse_loss(model(x), y).backward()
     else:
-        step, _ = make_step(method, width, batch)
+        step, _ = make_step(method, width, batch, m)
     seconds = []
     for _ in range(rounds + 2):
         dist.barrier()
@@ -875,19 +884,24 @@ def time_of(method, width, batch, rounds=7):
             torch.cuda.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    return np.median(seconds[2:])
+    return min(seconds[2:])  # other programs can only make a step longer
 
 
-TWO = {"large layers, small batch": (512, 16), "small layers, large batch": (64, 2048)}
-for name, case in TWO.items():
-    took = {m: launch(time_of, 2, m, *case)[0] for m in ["one device", *METHODS]}
-    print(f"{name}: width {case[0]}, batch {case[1]}")
-    for method, seconds in took.items():
-        gain = f"{took['one device'] / seconds:.2f}× as fast as one device"
-        text = f"{formula(method, *case) / KiB:8.0f} KiB sent" if method in METHODS else " " * 17
-        print(f"    {method:11}{1000 * seconds:8.1f} ms   {text}   {gain}")
+CASE = 512, 16
+small = launch(time_of, 2, "one device", 512, 4)[0]
+one = launch(time_of, 2, "one device", *CASE)[0]
+print(f"one device: 16 samples {1000 * one:.1f} ms, 4 samples {1000 * small:.1f} ms")
+took = {}
+for method, m in (("data", 1), ("tensor", 1), ("pipeline", 4), ("pipeline", 1)):
+    name = f"pipeline, m = {m}" if method == "pipeline" else method
+    took[name] = launch(time_of, 2, method, *CASE, m)[0]
+    text = f"{formula(method, *CASE) / KiB:8.0f} KiB sent   {one / took[name]:.2f}× as fast as one"
+    print(f"{name:16}{1000 * took[name]:8.1f} ms {text}")
+print("the pipelines send least; the fastest of the four here:", min(took, key=took.get))
 
 # %% [markdown]
+# Look at the first line: if 4 samples take much more than a quarter of the time of 16, four micro-batches do most of the work several times over. Each reads all weights, and each backward pass adds to all gradients. Then filling the bubble costs more than it brings. And data parallelism pays for its bytes: a gradient of every weight after a step this short. (We timed the opposite case, a large batch of small layers, too. Its order changed from run to run on two shared cores, so it is not here.)
+#
 # The ratio to look at is always the same: operations against bytes sent, and then what nobody does while waiting.
 #
 # | | data parallel | pipeline | tensor parallel |

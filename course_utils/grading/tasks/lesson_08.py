@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -239,35 +240,46 @@ def _tensor_inputs(seed: int) -> list:
         case = {"A": first, "B": second, "x": matrix(samples, width)}
         case["gradient"] = matrix(samples, width)
         case["slices"] = [[[row[part] for row in first], second[part]] for part in parts]
+        case["counts"] = [_RANKS, hidden]
         cases.append(case)
     return cases
 
 
 def _tensor_run(student, inputs: list) -> Any:
-    """The student's functions on two ranks; forward and backward get slices that are right."""
+    """Slices for any number of ranks here; forward and backward, each on two ranks, alone."""
     import re
+
+    import torch
 
     from course_utils.launch import RankError, launch
 
-    def on_rank(functions, cases):
-        import torch
+    names = ("slice_weights", "block_forward", "block_backward")
+    later = "not attempted yet"
+
+    def tensor(rows, device="cpu"):
+        return torch.tensor(rows, dtype=torch.float64, device=device)
+
+    def plainly(value):
+        if isinstance(value, torch.Tensor):
+            return value.tolist()
+        return {"no tensor": "None" if value is None else type(value).__name__}
+
+    def several(values, wanted):
+        if not isinstance(values, (tuple, list)) or len(values) != wanted:
+            return {"no tensor": f"something else than {wanted} tensors"}
+        return [plainly(value) for value in values]
+
+    def call(function, *tensors_and_more):
+        """The result, and whether an argument has been changed."""
+        tensors = [t for t in tensors_and_more if isinstance(t, torch.Tensor)]
+        before = [t.clone() for t in tensors]
+        result = function(*tensors_and_more)
+        return result, not all(map(torch.equal, tensors, before))
+
+    def on_rank(name, function, cases):
         import torch.distributed as dist
 
-        slice_weights, forward, backward = functions
-        rank, ranks = dist.get_rank(), dist.get_world_size()
         device = "cuda" if torch.cuda.is_available() else "cpu"
-
-        def tensor(rows):
-            return torch.tensor(rows, dtype=torch.float64, device=device)
-
-        def plainly(value):
-            return value.tolist() if isinstance(value, torch.Tensor) else None
-
-        def several(values, wanted=2):
-            if not isinstance(values, (tuple, list)) or len(values) != wanted:
-                return [None] * wanted
-            return [plainly(value) for value in values]
-
         answers = []
         for case in cases:
             sums = []
@@ -278,27 +290,46 @@ def _tensor_run(student, inputs: list) -> Any:
                 sums.append(t.numel())
                 dist.all_reduce(t)
 
-            slices = several(slice_weights(tensor(case["A"]), tensor(case["B"]), rank, ranks))
-            mine = [tensor(part) for part in case["slices"][rank]]
-            y = plainly(forward(tensor(case["x"]), *mine, all_reduce))
-            after = len(sums)
-            gradients = backward(tensor(case["gradient"]), tensor(case["x"]), *mine, all_reduce)
-            answer = {"slices": slices, "y": y, "gradients": several(gradients, 3)}
-            answers.append(answer | {"sums": [sums[:after], sums[after:]]})
+            parts = case["slices"][dist.get_rank()]
+            arguments = [tensor(rows, device) for rows in (case["x"], *parts)]
+            if name == "block_backward":
+                arguments.insert(0, tensor(case["gradient"], device))
+            result, changed = call(function, *arguments, all_reduce)
+            result = several(result, 3) if name == "block_backward" else plainly(result)
+            answers.append({"result": result, "changed": changed, "sums": sums})
         return answers
 
-    functions = student.slice_weights, student.block_forward, student.block_backward
+    answers, where = {}, ""
     try:
-        return launch(on_rank, 2, functions, inputs, timeout=60)
-    except RankError as error:
-        if error.type_name == "NotImplementedError":
-            raise NotImplementedError from None
-        names = "slice_weights|block_forward|block_backward"
-        line = re.findall(rf"in (?:{names})\n\s+(.+)", error.traceback)
-        where = f" at `{line[-1].strip()}`" if line else ""
-        if isinstance(error, TimeoutError):
-            return {"error": f"a rank waits{where}, and the other one does not come"}
-        return {"error": f"rank {error.rank}: {error.type_name}{where}: {error.message[:150]}"}
+        answers["slice_weights"] = []
+        for case in inputs:
+            parts = []
+            for ranks in case["counts"]:
+                for rank in range(ranks):
+                    where = f"rank {rank} of {ranks}"
+                    A, B = tensor(case["A"]), tensor(case["B"])
+                    parts.append(several(student.slice_weights(A, B, rank, ranks), 2))
+            answers["slice_weights"].append(parts)
+    except NotImplementedError:
+        answers["slice_weights"] = {"error": later}
+    except Exception as error:  # the other two functions are judged nevertheless
+        text = f"{where}: {type(error).__name__}: {str(error)[:150]}"
+        answers["slice_weights"] = {"error": text}
+    for name in names[1:]:
+        try:
+            answers[name] = launch(on_rank, 2, name, getattr(student, name), inputs, timeout=60)
+        except RankError as error:
+            line = re.findall(rf"in (?:{'|'.join(names)})\n\s+(.+)", error.traceback)
+            where = f" at `{line[-1].strip()}`" if line else ""
+            text = f"rank {error.rank}: {error.type_name}{where}: {error.message[:150]}"
+            if error.type_name == "NotImplementedError":
+                text = later
+            elif isinstance(error, TimeoutError):
+                text = f"a rank waits{where}, and the other one does not come"
+            answers[name] = {"error": text}
+    if all(answers[name] == {"error": later} for name in names):
+        raise NotImplementedError
+    return answers
 
 
 def _tensor_expected(inputs: list) -> list:
@@ -321,19 +352,19 @@ def _tensor_expected(inputs: list) -> list:
         first, second = product(turned(case["x"]), into), product(turned(hidden), case["gradient"])
         half = len(second) // _RANKS
         size = len(case["x"]) * len(case["x"][0])
+        cuts = []
+        for count_of_ranks in case["counts"]:
+            wide = len(second) // count_of_ranks
+            for start in range(0, len(second), wide):
+                part = slice(start, start + wide)
+                cuts.append([[row[part] for row in case["A"]], case["B"][part]])
         ranks = []
         for rank in range(_RANKS):
             part = slice(rank * half, (rank + 1) * half)
             gradients = [product(into, turned(case["A"])), [row[part] for row in first]]
-            ranks.append(
-                {
-                    "slices": case["slices"][rank],
-                    "y": product(hidden, case["B"]),
-                    "gradients": [*gradients, second[part]],
-                    "sums": [[size], [size]],
-                }
-            )
-        answers.append(ranks)
+            y, gradients = product(hidden, case["B"]), [*gradients, second[part]]
+            ranks.append({"y": y, "gradients": gradients, "sums": [size]})
+        answers.append({"slices": cuts, "ranks": ranks})
     return answers
 
 
@@ -345,11 +376,11 @@ def _same(got: Any, want: Any) -> bool:
 
 _SLICES = ("A", "B")
 _TENSOR = {
-    "slices": "each rank gets half: columns of A, rows of B",
+    "slices": "each rank gets an equal part: columns of A, rows of B",
     "y": "the output on both ranks is that of one device",
     "x": "the gradient of x on both ranks is that of one device",
     "weights": "each rank has the gradients of its own slices",
-    "sums": "one all-reduce in the forward pass and one in the backward pass, none larger than x",
+    "sums": "one all_reduce in the forward pass and one in the backward pass, none larger than x",
 }
 
 
@@ -359,41 +390,56 @@ def _tensor_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     def note(key, problem):
         why[key] = why[key] or problem
 
-    error = item(got, "error")
-    if type(error) is str or not is_list(got, _RANKS):
-        text = error[:400] if type(error) is str else "there is no result of each rank"
-        why = dict.fromkeys(_TENSOR, text)
-        got = []
-    for rank, answers in enumerate(got):
-        for number, ranks in enumerate(expected):
-            want, answer = ranks[rank], item(answers, number)
-            if not is_list(answers, len(expected)):
-                answer = None
-            slices, gradients = item(answer, "slices"), item(answer, "gradients")
+    def error_of(name):
+        error = item(item(got, name), "error")
+        return f"{name}: {error[:400]}" if type(error) is str else ""
+
+    error = error_of("slice_weights")
+    for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
+        pairs = [(rank, ranks) for ranks in case["counts"] for rank in range(ranks)]
+        for index, (rank, ranks) in enumerate(pairs):
+            pair = item(item(item(got, "slice_weights"), number), index)
             for k, name in enumerate(_SLICES):
-                if not is_list(slices, 2) or not _same(slices[k], want["slices"][k]):
-                    note("slices", _slice_why(name, rank, item(slices, k), want["slices"][k]))
-            if not _same(item(answer, "y"), want["y"]):
-                note("y", f"rank {rank} has another output, or none")
-            if not is_list(gradients, 3) or not _same(gradients[0], want["gradients"][0]):
-                note("x", f"rank {rank} has another gradient, or none")
-            for k, name in enumerate(_SLICES, 1):
-                if not is_list(gradients, 3) or not _same(gradients[k], want["gradients"][k]):
-                    note("weights", f"rank {rank}: the gradient of its slice of {name} differs")
-            sums = item(answer, "sums")
-            for k, which in enumerate(("forward", "backward")):
-                seen = item(sums, k) if is_list(sums, 2) else None
-                if _same(seen, want["sums"][k]):
-                    continue
-                times = count(len(seen), "all-reduce") if is_list(seen) else "no list of them"
-                size = " of another size" if is_list(seen, 1) else ""
-                note("sums", f"{times}{size} in the {which} pass")
+                where, goal = f"rank {rank} of {ranks}, {name}", want["slices"][index][k]
+                if not is_list(pair, 2):
+                    note("slices", error or f"rank {rank} of {ranks}: two tensors were expected")
+                elif not _same(pair[k], goal):
+                    note("slices", _slice_why(where, pair[k], goal))
+    for name, keys in (("block_forward", ("y",)), ("block_backward", ("x", "weights"))):
+        error, which = error_of(name), name.removeprefix("block_")
+        for rank, number in itertools.product(range(_RANKS), range(len(expected))):
+            want = expected[number]["ranks"][rank]
+            answer = item(item(item(got, name), rank), number)
+            result, sums = item(answer, "result"), item(answer, "sums")
+            instead = item(result, "no tensor")
+            if type(instead) is str:
+                instead = f"rank {rank}: {name} returns {instead[:60]}"
+            elif item(answer, "changed") is not False:
+                instead = f"rank {rank}: {name} changes its arguments"
+            else:
+                instead = ""
+            if error or instead:
+                for key in keys:
+                    note(key, error or instead)
+            elif name == "block_forward" and not _same(result, want["y"]):
+                note("y", f"rank {rank} has another output")
+            elif name == "block_backward":
+                if not is_list(result, 3) or not _same(result[0], want["gradients"][0]):
+                    note("x", f"rank {rank} has another gradient")
+                for k, part in enumerate(_SLICES, 1):
+                    if not is_list(result, 3) or not _same(result[k], want["gradients"][k]):
+                        note("weights", f"rank {rank}: the gradient of its slice of {part} differs")
+            if not _same(sums, want["sums"]):
+                times = count(len(sums), "call") if is_list(sums) else "no count of the calls"
+                size = ", with a tensor of another size" if is_list(sums, 1) else ""
+                text = f"{times} of the `all_reduce` that was handed in{size}"
+                note("sums", error or f"{text}, in the {which} pass")
     return [Finding(text, 2, why[key]) for key, text in _TENSOR.items()]
 
 
-def _slice_why(name: str, rank: int, got: Any, want: list) -> str:
+def _slice_why(where: str, got: Any, want: list) -> str:
     shaped = is_list(got, len(want)) and all(is_list(row, len(want[0])) for row in got)
-    return f"rank {rank}, {name}: " + (
+    return f"{where}: " + (
         "right shape, other numbers" if shaped else "not a slice of the right shape"
     )
 
@@ -528,7 +574,132 @@ def block_forward(x, A, B, all_reduce):
 def block_backward(gradient, x, A, B, all_reduce):
     return x, A, B
 """,
-            0,
+            2,
+        ),
+        Wrong(
+            "the slices alone",
+            """
+import torch
+def slice_weights(A, B, rank, ranks):
+    return A.chunk(ranks, 1)[rank], B.chunk(ranks, 0)[rank]
+def block_forward(x, A, B, all_reduce):
+    raise NotImplementedError()
+def block_backward(gradient, x, A, B, all_reduce):
+    raise NotImplementedError()
+""",
+            2,
+        ),
+        Wrong(
+            "the forward pass alone",
+            """
+import torch
+def slice_weights(A, B, rank, ranks):
+    return A.chunk(ranks, 1)[rank], B.chunk(ranks, 0)[rank]
+def block_forward(x, A, B, all_reduce):
+    y = torch.relu(x @ A) @ B
+    all_reduce(y)
+    return y
+def block_backward(gradient, x, A, B, all_reduce):
+    raise NotImplementedError()
+""",
+            4,
+        ),
+        Wrong(
+            "slices for two ranks only",
+            """
+import torch
+def slice_weights(A, B, rank, ranks):
+    return A.chunk(2, 1)[rank], B.chunk(2, 0)[rank]
+def block_forward(x, A, B, all_reduce):
+    y = torch.relu(x @ A) @ B
+    all_reduce(y)
+    return y
+def block_backward(gradient, x, A, B, all_reduce):
+    h = torch.relu(x @ A)
+    into = (gradient @ B.T) * (h > 0)
+    dx = into @ A.T
+    all_reduce(dx)
+    return dx, x.T @ into, h.T @ gradient
+""",
+            8,
+        ),
+        Wrong(
+            "x is overwritten",
+            """
+import torch
+def slice_weights(A, B, rank, ranks):
+    return A.chunk(ranks, 1)[rank], B.chunk(ranks, 0)[rank]
+def block_forward(x, A, B, all_reduce):
+    y = torch.relu(x @ A) @ B
+    all_reduce(y)
+    x.zero_()
+    return y
+def block_backward(gradient, x, A, B, all_reduce):
+    h = torch.relu(x @ A)
+    into = (gradient @ B.T) * (h > 0)
+    dx = into @ A.T
+    all_reduce(dx)
+    return dx, x.T @ into, h.T @ gradient
+""",
+            8,
+        ),
+        Wrong(
+            "returns what all_reduce returns",
+            """
+import torch
+def slice_weights(A, B, rank, ranks):
+    return A.chunk(ranks, 1)[rank], B.chunk(ranks, 0)[rank]
+def block_forward(x, A, B, all_reduce):
+    y = torch.relu(x @ A) @ B
+    return all_reduce(y)
+def block_backward(gradient, x, A, B, all_reduce):
+    h = torch.relu(x @ A)
+    into = (gradient @ B.T) * (h > 0)
+    dx = into @ A.T
+    all_reduce(dx)
+    return dx, x.T @ into, h.T @ gradient
+""",
+            8,
+        ),
+        Wrong(
+            "an all-reduce of its own",
+            """
+import torch
+import torch.distributed as dist
+def slice_weights(A, B, rank, ranks):
+    return A.chunk(ranks, 1)[rank], B.chunk(ranks, 0)[rank]
+def block_forward(x, A, B, all_reduce):
+    y = torch.relu(x @ A) @ B
+    dist.all_reduce(y)
+    return y
+def block_backward(gradient, x, A, B, all_reduce):
+    h = torch.relu(x @ A)
+    into = (gradient @ B.T) * (h > 0)
+    dx = into @ A.T
+    dist.all_reduce(dx)
+    return dx, x.T @ into, h.T @ gradient
+""",
+            8,
+        ),
+        Wrong(
+            "the hidden layer summed, too",
+            """
+import torch
+def slice_weights(A, B, rank, ranks):
+    return A.chunk(ranks, 1)[rank], B.chunk(ranks, 0)[rank]
+def block_forward(x, A, B, all_reduce):
+    y = torch.relu(x @ A) @ B
+    all_reduce(y)
+    return y
+def block_backward(gradient, x, A, B, all_reduce):
+    h = torch.relu(x @ A)
+    into = (gradient @ B.T) * (h > 0)
+    dx = into @ A.T
+    all_reduce(dx)
+    all_reduce(h.clone())
+    return dx, x.T @ into, h.T @ gradient
+""",
+            8,
         ),
     ),
     self_reported=2,
