@@ -2,7 +2,7 @@
 # jupyter:
 #   course:
 #     rows: [P4]
-#     minutes: {read: 10, do: 35}
+#     minutes: {read: 10, do: 30}
 #     devices: 2
 #     path: core
 #     extra: torch
@@ -23,13 +23,13 @@
 #
 # | | |
 # |---|---|
-# | **Time** | 10 minutes to read, 35 to do: about 20, 7 and 8 for the three tasks |
+# | **Time** | 10 minutes to read, 30 to do: about 15, 7 and 8 for the three tasks |
 # | **You should know** | [lesson 04, DDP from scratch](../notebooks/04_ddp_from_scratch.ipynb) |
 # | **Runs on** | every machine: the checks launch two ranks on two devices, and three or four that share them (oversubscribed) |
 #
 # Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first.
 #
-# **Stuck?** After five minutes without progress take a hint: `hint("04-ring")` is a nudge, `hint("04-ring", level=2)` the way, `level=3` nearly the code. If ranks wait for each other, the check ends them after a while (up to a minute each time) and says who waits where.
+# **Stuck?** After five minutes without progress take a hint: `hint("04-ring")` is a nudge, `hint("04-ring", level=2)` the way, `level=3` nearly the code. If ranks wait for each other, the check ends them after half a minute and says where a rank waits.
 
 # %%
 import torch
@@ -61,7 +61,7 @@ print(launch(try_it, 2))
 # - `send(tensor, to)` sends a copy to rank `to` and returns at once, so you may change the tensor afterwards;
 # - `receive(source)` waits for the next message from rank `source` and returns it, a tensor with one dimension. Messages from one rank arrive in the order in which they were sent.
 #
-# In a ring, rank r sends to rank r + 1 only, and the last one to rank 0. The bytes that go through `send` are counted, on each rank: a ring sends 2(p−1) chunks a rank. A sum by way of rank 0 earns 4 of the 5 points.
+# In a ring, rank r sends to rank r + 1 only, and the last one to rank 0. What goes through `send` is counted, on each rank: a ring sends 2(p−1) chunks a rank, all to one neighbour. A right sum by another way, such as rank 0, earns 4 of the 5 points.
 #
 # The number of entries need not be a multiple of the number of ranks: some chunks then have one entry more, and may even be empty. `tensor.tensor_split(ranks)` cuts so.
 

@@ -71,7 +71,7 @@ def _ring_run(student, inputs: list) -> list:
             setattr(dist, name, refuse)
         answers, requests = [], []
         for tag, rows in enumerate(cases):
-            count = {"sent": 0}
+            count = {"sent": 0, "to": set()}
 
             def send(numbers, to, tag=tag, count=count):
                 if not 0 <= to < ranks or to == rank:
@@ -82,6 +82,7 @@ def _ring_run(student, inputs: list) -> list:
                         request = dist.isend(part, to, group=group, tag=tag)
                         requests.append((request, part))  # a parcel must live until it is there
                 count["sent"] += parcel.nbytes
+                count["to"].add(int(to))
 
             def receive(source, tag=tag):
                 if not 0 <= source < ranks or source == rank:
@@ -97,13 +98,13 @@ def _ring_run(student, inputs: list) -> list:
             mine = torch.tensor(rows[rank], dtype=torch.float64)
             total = function(mine, rank, ranks, send, receive)
             value = total.tolist() if isinstance(total, torch.Tensor) else total
-            answers.append({"sum": value, "sent": count["sent"]})
+            answers.append({"sum": value, "sent": count["sent"], "to": sorted(count["to"])})
             ready(group=group)  # nobody leaves before every parcel was taken
         return answers
 
     def outcome(function, cases):
         try:
-            return launch(on_rank, len(cases[0]), function, cases, oversubscribe=True, timeout=60)
+            return launch(on_rank, len(cases[0]), function, cases, oversubscribe=True, timeout=30)
         except RankError as error:
             if error.type_name == "NotImplementedError":
                 raise NotImplementedError from None
@@ -117,8 +118,8 @@ def _ring_run(student, inputs: list) -> list:
 
     answers = []
     for each in inputs:
-        if answers and "never comes" in str(answers[-1]):
-            answers.append(answers[-1])  # another ten seconds would tell nothing new
+        if answers and re.search("never comes|wait for each other", str(answers[-1])):
+            answers.append(answers[-1])  # another wait would tell nothing new
         else:
             answers.append(outcome(student.ring_all_reduce, each["cases"]))
     return answers
@@ -146,8 +147,12 @@ def _ring_why(each: dict, want: list, answer: Any) -> str:
             if not _same(got, goal):
                 wrong.append(rank)
         if wrong:
-            which = "no rank has" if len(wrong) == len(rows) else f"rank {wrong[0]} has not"
-            return f"{what}, {which} the sum of all ranks' numbers"
+            got = item(item(item(answer, wrong[0]), case), "sum")
+            right = sum(map(_same, got, goal))
+            return (
+                f"{what}, rank {wrong[0]} has the sum over all ranks in {right} of its "
+                f"{len(goal)} entries" + (", and others are wrong too" if len(wrong) > 1 else "")
+            )
     return "" if len(answer) == len(each["cases"][0]) else "there is not one result for each rank"
 
 
@@ -166,9 +171,16 @@ def _bytes_why(each: dict, answer: Any) -> str:
         if max(sent) > 2 * (ranks - 1) * largest:
             many = [rank for rank, count in enumerate(sent) if count > 2 * (ranks - 1) * largest]
             who = "every rank" if len(many) == ranks else f"rank {many[0]}"
-            return f"{what}, {who} sends more than a rank of a ring: send chunks, to one neighbour"
+            return f"{what}, {who} sends more bytes than a rank of a ring does"
         if sum(sent) > 2 * (ranks - 1) * size:
             return f"{what}, all ranks together send more than a ring does"
+        to = [item(item(item(answer, rank), number), "to") for rank in range(ranks)]
+        for rank, whom in enumerate(to):
+            if not is_list(whom, 1) or type(whom[0]) is not int:
+                return f"{what}, rank {rank} does not send to exactly one rank, as in a ring"
+        circles = [[[(rank + way) % ranks] for rank in range(ranks)] for way in (1, -1)]
+        if to not in circles:
+            return f"{what}, not every rank sends to its neighbour in the circle"
     return ""
 
 
@@ -184,7 +196,7 @@ def _ring_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         Finding("two ranks hold the sum", 1, why["two"]),
         Finding("four ranks hold the sum", 2, why["four"]),
         Finding("also when the chunks cannot be equal", 1, why["rest"]),
-        Finding("no rank sends more than 2(p-1) chunks", 1, why["bytes"]),
+        Finding("by a ring: to one neighbour, at most 2(p-1) chunks a rank", 1, why["bytes"]),
     ]
 
 
@@ -234,6 +246,25 @@ def ring_all_reduce(numbers, rank, ranks, send, receive):
     for other in others:
         send(numbers, other)
     return numbers + sum(receive(other) for other in others)
+""",
+            4,
+        ),
+        Wrong(
+            "each chunk straight to its owner, and back: no ring",
+            """
+import torch
+def ring_all_reduce(numbers, rank, ranks, send, receive):
+    chunks = list(numbers.clone().tensor_split(ranks))
+    others = [r for r in range(ranks) if r != rank]
+    for other in others:
+        send(chunks[other], other)
+    for other in others:
+        chunks[rank] += receive(other)
+    for other in others:
+        send(chunks[rank], other)
+    for other in others:
+        chunks[other] = receive(other)
+    return torch.cat(chunks)
 """,
             4,
         ),
@@ -362,8 +393,7 @@ def _average_run(student, inputs: list) -> list:
             elif number > 1:
                 weight.requires_grad_(False)  # frozen; the other one is only unused
             model.register_parameter(f"weight{number}", weight)
-        function(model)
-        dist.barrier()
+        function(model)  # no barrier after it: it would pair with a collective of the student's
         parameters = list(model.parameters())
         return {
             "gradients": [None if p.grad is None else p.grad.tolist() for p in parameters],
@@ -373,17 +403,21 @@ def _average_run(student, inputs: list) -> list:
     def outcome(function, case):
         ranks = len(case["gradients"])
         try:
-            return launch(on_rank, ranks, function, case, oversubscribe=True, timeout=60)
+            return launch(on_rank, ranks, function, case, oversubscribe=True, timeout=30)
         except RankError as error:
             if error.type_name == "NotImplementedError":
                 raise NotImplementedError from None
             line = re.findall(rf"in {function.__name__}\n\s+(.+)", error.traceback)
             where = f" at `{line[-1].strip()}`" if line else ""
             if isinstance(error, TimeoutError):
-                return {"error": f"a rank waits{where}, and the others do not come"}
+                return {"error": f"a rank waits{where}, and the others do not come: who calls it?"}
             return {"error": f"rank {error.rank}: {error.type_name}{where}: {error.message[:150]}"}
 
-    return [outcome(student.average_gradients, case) for case in inputs]
+    answers = []
+    for case in inputs:
+        hangs = answers and "do not come" in str(answers[-1])  # then another wait is in vain
+        answers.append(answers[-1] if hangs else outcome(student.average_gradients, case))
+    return answers
 
 
 def _average_expected(inputs: list) -> list:
@@ -594,8 +628,7 @@ def _start_run(student, inputs: dict) -> Any:
                 tensor.data.copy_(filled.reshape(tensor.shape))
 
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-        function(model)
-        dist.barrier()
+        function(model)  # no barrier after it: it would pair with a collective of the student's
 
         def report(kind):
             return [tensor.flatten().tolist() for tensor in tensors()[kind]]
@@ -609,14 +642,14 @@ def _start_run(student, inputs: dict) -> Any:
 
     starts, function = inputs["ranks"], student.start_equal
     try:
-        return launch(on_rank, len(starts), function, starts, oversubscribe=True, timeout=60)
+        return launch(on_rank, len(starts), function, starts, oversubscribe=True, timeout=30)
     except RankError as error:
         if error.type_name == "NotImplementedError":
             raise NotImplementedError from None
         line = re.findall(rf"in {function.__name__}\n\s+(.+)", error.traceback)
         where = f" at `{line[-1].strip()}`" if line else ""
         if isinstance(error, TimeoutError):
-            return {"error": f"a rank waits{where}, and the other does not come"}
+            return {"error": f"a rank waits{where}, and the other does not come: who calls it?"}
         return {"error": f"rank {error.rank}: {error.type_name}{where}: {error.message[:150]}"}
 
 
@@ -647,9 +680,11 @@ def _start_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         of_zero = "they are equal, but not what rank 0 had: its weights are lost"
     buffers = failed and "not judged until every rank returns"
     for rank, each in enumerate(held):
-        if not buffers and not _same(item(each, "buffers"), expected["buffers"]):
-            owner = "rank 0's buffers have changed" if rank == 0 else f"rank {rank} has others"
-            buffers = f"BatchNorm keeps running averages, in `model.buffers()`: {owner}"
+        names = ("running_mean", "running_var", "num_batches_tracked")
+        for number, name in enumerate(names):
+            want = expected["buffers"][number]
+            if not buffers and not _same(item(item(each, "buffers"), number), want):
+                buffers = f"rank {rank} does not have what rank 0 had in BatchNorm's `{name}`"
     trains = of_zero and "not judged until the parameters are right"
     for rank, each in enumerate(held):
         if not trains and not _same(item(each, "stepped"), expected["stepped"]):
@@ -699,6 +734,17 @@ import torch.distributed as dist
 def start_equal(model):
     for p in model.parameters():
         dist.broadcast(p.data, src=0)
+""",
+            3,
+        ),
+        Wrong(
+            "only what is floating point",
+            """
+import torch.distributed as dist
+def start_equal(model):
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point():
+            dist.broadcast(tensor.data, src=0)
 """,
             3,
         ),
