@@ -53,7 +53,7 @@ for size in (10, 9, 5):
 # 2. the sizes differ by at most one, and the larger shards come first,
 # 3. no shard is empty: with fewer samples than devices there are fewer shards.
 #
-# `gather(outputs)` joins a list of tensors along the first dimension. If they are numbers without a dimension, such as losses, it returns a vector of them.
+# `gather(outputs)` joins a list of tensors along the first dimension. If they are numbers without a dimension, such as losses, it returns a vector of them. Both keep the graph: `backward()` on the result reaches what was gathered.
 
 
 # %% task="03-scatter"
@@ -90,7 +90,7 @@ check("03-scatter")
 # Each replica returns the mean loss over *its* samples. `combine(losses, counts)` returns the mean over *all* samples. `losses` is a list of tensors of one number, with their graphs; `counts` a list of whole numbers.
 #
 # 1. A shard counts as much as it has samples.
-# 2. A shard may have no sample that counts (in language models, if every token of it is padding). Its mean is then not a number, and must not spoil the others:
+# 2. A shard may have no sample that counts (in language models, if every token of it is padding). Its mean is then not a number, and must not spoil the others. A loss that is not a number although its shard *has* samples is a fault, and must show in the result:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -175,4 +175,4 @@ check("03-memory")
 # %% [markdown]
 # ## Done?
 #
-# Put your `scatter` into the DataParallel of the lesson: with 5 samples on 4 devices, how many devices work now? One way to solve each task is in the [solution of exercise 03](../solutions/03_data_parallel.ipynb). Compare it with yours after you have tried.
+# Put your `scatter` into the DataParallel of the lesson: with 5 samples on 4 devices, how many devices work now? In `largest_batch`, would it be enough to look at device 0? Why? One way to solve each task is in the [solution of exercise 03](../solutions/03_data_parallel.ipynb). Compare it with yours after you have tried.

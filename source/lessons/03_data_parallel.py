@@ -2,7 +2,7 @@
 # jupyter:
 #   course:
 #     rows: [P1, P3, A1]
-#     minutes: {read: 20, do: 20}
+#     minutes: {read: 35, do: 25}
 #     devices: 2
 #     path: more
 #     extra: torch
@@ -23,7 +23,7 @@
 #
 # | | |
 # |---|---|
-# | **Time** | 20 minutes to read, 20 to do; the exercise comes on top |
+# | **Time** | 35 minutes to read, 25 to do; the exercise comes on top |
 # | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); a training step in PyTorch |
 # | **You will** | draw the map · scatter, replicate, apply, gather, and get the result of one device · test whether it is the GIL · count the bytes of device 0 against the others · meet the three classic bugs |
 # | **Runs on** | no GPU: two threads, then two pinned cores · one GPU: both replicas on it, and cores where two devices are needed · two GPUs or more: the GPUs (the multi-GPU path was not run by the authors) |
@@ -39,6 +39,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -65,7 +66,8 @@ from course_utils.timing import Ratio
 plots.use_style()
 
 # %%
-print(census())
+machine = census()
+print(machine)
 devices = slots(2)
 assert len(devices) == 2, "this lesson runs on two devices"
 GPUS = torch.cuda.device_count()
@@ -78,29 +80,7 @@ torch.set_num_threads(1)  # one core is one device, also in this process
 # %% [markdown]
 # ## The map
 #
-# A **node** is one machine. With one GPU or several in each, there are four cases: single node and single GPU, single node and many GPUs, many nodes with one GPU each, many nodes with many. What you share out does not depend on the case; what it costs to send does.
-#
-# There are five ways to share. A **replica** is a copy of the whole model. In **data parallelism** each device has a replica and takes a part of the batch. In **model parallelism** each device has some of the layers. **Pipeline parallelism** is model parallelism in which the batch is cut into **micro-batches**, so that the devices work at the same time. In **tensor parallelism** each device has a slice of every layer. In **sharded** training the devices share the batch like replicas, but each *stores* only a slice of the weights and borrows the rest.
-
-# %%
-# NBVAL_CHECK_OUTPUT
-METHODS = {  # what a device has of the model, of the batch, and what travels in each step
-    "data": ("all layers", "a part", "gradients"),
-    "model": ("some layers", "all of it", "activations"),
-    "pipeline": ("some layers", "all of it, in pieces", "activations"),
-    "tensor": ("a slice of each layer", "all of it", "activations"),
-    "sharded": ("stores a slice of each layer", "a part", "weights, gradients"),
-}
-CASES = {  # nodes, GPUs in each, over what they talk
-    "single node, single GPU": (1, 1, "nothing to send"),
-    "single node, many GPUs": (1, 2, "inside the machine"),
-    "many nodes, single GPU": (2, 1, "over the network"),
-    "many nodes, many GPUs": (2, 2, "both: fast inside, slow between"),
-}
-for name, (model_part, batch_part, travels) in METHODS.items():
-    print(f"{name:10}{model_part:30}{batch_part:22}{travels}")
-for name, (nodes, gpus, link) in CASES.items():
-    print(f"{name:26}{nodes} x {gpus} GPU   {link}")
+# There are five ways to share. A **replica** is a copy of the whole model. In **data parallelism** each device has a replica and takes a part of the batch. In **model parallelism** each device has some of the layers. **Pipeline parallelism** is model parallelism in which the batch is cut into **micro-batches**, so that the devices work at the same time. In **tensor parallelism** each device has a slice of every layer. In **sharded** training the devices share the batch like replicas, but each *stores* only a slice of the weights and borrows the rest. A **node** is one machine; what you share does not depend on how many there are, what it costs to send does.
 
 
 # %%
@@ -117,9 +97,22 @@ HAVE = {  # (layer, slice) that device 0 and device 1 have, of three layers with
     "tensor": lambda device, layer, part: part == device,
     "sharded": lambda device, layer, part: part == device,
 }
+SENDS = {  # what travels between the devices in each step
+    "data": "gradients",
+    "model": "activations",
+    "pipeline": "activations",
+    "tensor": "activations",
+    "sharded": "weights, gradients",
+}
+CASES = {  # nodes, GPUs in each, over what they talk
+    "single node, single GPU": (1, 1, "nothing to send"),
+    "single node, many GPUs": (1, 2, "inside the machine"),
+    "many nodes, single GPU": (2, 1, "over the network"),
+    "many nodes, many GPUs": (2, 2, "both: fast inside, slow between"),
+}
 BATCH = {"data": 1, "model": 2, "pipeline": 2, "tensor": 2, "sharded": 1}  # halves a device sees
-fig = plt.figure(figsize=(10, 5))
-grid = fig.add_gridspec(2, 20, height_ratios=[1.8, 1])
+fig = plt.figure(figsize=(10, 5.4))
+grid = fig.add_gridspec(2, 20, height_ratios=[1.8, 1], bottom=0.1)
 for number, (name, has) in enumerate(HAVE.items()):
     ax = fig.add_subplot(grid[0, 4 * number : 4 * number + 4])
     for device in (0, 1):
@@ -137,8 +130,9 @@ for number, (name, has) in enumerate(HAVE.items()):
             width = 0.18 * BATCH[name] / pieces
             start = left + width * piece + (0.18 * device if BATCH[name] == 1 else 0)
             block(ax, start, 0.08, width, 0.12, plots.COLOURS[4])
+    ax.text(0.5, -0.08, f"sends {SENDS[name]}", ha="center", fontsize=8)
     ax.set_title(name, fontsize=11)
-    ax.set(xlim=(0, 1), ylim=(0, 1))
+    ax.set(xlim=(0, 1), ylim=(-0.1, 1))
     ax.axis("off")
 for number, (name, (nodes, gpus, link)) in enumerate(CASES.items()):
     ax = fig.add_subplot(grid[1, 5 * number : 5 * number + 5])
@@ -152,6 +146,13 @@ for number, (name, (nodes, gpus, link)) in enumerate(CASES.items()):
     ax.text(0.5, 0.82, name, ha="center", fontsize=9, fontweight="bold")
     ax.set(xlim=(0, 1), ylim=(0, 0.95))
     ax.axis("off")
+legend = {"stored": (plots.COLOURS[5], ""), "borrowed for a moment": ("white", "//")}
+legend["seen of the batch (below the first layer)"] = (plots.COLOURS[4], "")
+patches = [
+    Rectangle((0, 0), 1, 1, facecolor=colour, hatch=hatch, edgecolor="black", label=label)
+    for label, (colour, hatch) in legend.items()
+]
+fig.legend(handles=patches, loc="lower center", ncols=3, fontsize=9)
 fig.suptitle("Five ways to share the work, four kinds of machine to do it on")
 plots.show(
     fig,
@@ -164,7 +165,7 @@ plots.show(
 )
 
 # %% [markdown]
-# Blue: the parts of three layers that a device stores; hatched: what it borrows for a moment; orange: what it sees of the batch (half its width is half the batch). This lesson is the first panel on the second machine. [Lesson 04](04_ddp_from_scratch.ipynb) does it with processes, which can sit on any of the four, [lesson 08](08_model_and_pipeline_parallel.ipynb) the next three, [lesson 09](09_sharded_training.ipynb) the last.
+# The three layers stand on the batch: the first is at the bottom, and half the width is half of a layer or of the batch. This lesson is the first panel on the second machine. [Lesson 04](04_ddp_from_scratch.ipynb) does it with processes, which can sit on any of the four, [lesson 08](08_model_and_pipeline_parallel.ipynb) the next three, [lesson 09](09_sharded_training.ipynb) the last.
 #
 # ## On five numbers
 #
@@ -342,7 +343,7 @@ print("DDP, ranks 0 and 1: forward saw", sum(launch(sizes_under_ddp, 2), []))
 # | `tiny, from C++` | C++, in one call: `nn.RNN`, the same steps | close to processes |
 # | `few big` | Python: three large products | close to processes |
 #
-# The second and third rows are the same computation: only the caller differs. If tiny operations were bad for threads for another reason than the lock, both would suffer.
+# The second and third rows are the same computation: only the caller differs. If tiny operations were bad for threads for another reason than the lock, both would suffer alike.
 
 
 # %%
@@ -386,7 +387,7 @@ assert same
 # %% [markdown]
 # A piece of work is done several times, forward only. First one worker does all of it, then two workers do half each. With threads, both are threads of this process, each pinned to a core of its own, with one compute thread. With processes they are two ranks on the same cores. Threads and processes take turns, round by round.
 #
-# **Predict.** Write down a speed-up for each of the eight cases. 2 is perfect, 1 is no gain. Can two threads be *slower* than one?
+# **Predict.** Order the four kinds of work by how much *more* processes gain than threads. Can two threads be *slower* than one?
 
 
 # %%
@@ -433,8 +434,8 @@ def with_processes(work, alone, times):
 
 
 # %%
-machine = census()  # the work is on CPU tensors, on every machine
-ROUNDS, TIMES = 9, {"only Python": 8, "tiny, from Python": 8, "tiny, from C++": 16, "few big": 8}
+# The work is on CPU tensors, on every machine.
+ROUNDS, TIMES = 7, {"only Python": 8, "tiny, from Python": 8, "tiny, from C++": 16, "few big": 8}
 gains = {name: {"threads": [], "processes": []} for name in WORK}
 for number in tqdm(range(ROUNDS + 1), desc="rounds", file=sys.stdout):
     for name, work in WORK.items():
@@ -447,22 +448,25 @@ for number in tqdm(range(ROUNDS + 1), desc="rounds", file=sys.stdout):
             gains[name]["processes"].append(processes)
 
 gap = {}  # how many times as much processes gain, round by round
-print(f"{'speed-up with two':20}{'threads':>26}{'processes':>26}{'processes ÷ threads':>26}")
+print(f"{'speed-up with two':20}{'threads':>28}{'processes':>28}{'processes ÷ threads':>28}")
 for name, gain in gains.items():
     pairs = zip(gain["processes"], gain["threads"], strict=True)
     gap[name] = Ratio(tuple(a / b for a, b in pairs))
     columns = [*(str(Ratio(tuple(gain[kind]))) for kind in gain), str(gap[name])]
-    print(f"{name:20}" + "".join(f"{column:>26}" for column in columns))
+    print(f"{name:20}" + "".join(f"{column:>28}" for column in columns))
 
-tiny, others = gap["tiny, from Python"], [gap["tiny, from C++"], gap["few big"]]
-limit = max(other.high for other in others)
-if tiny.low > max(1, limit):
-    verdict = "supported"
-elif tiny.high < max(1, *(other.low for other in others)):
-    verdict = "contradicted"
-else:
-    verdict = "not decided, the ranges overlap"
-print(f"\nThe GIL costs threads most where Python calls tiny operations: {verdict}")
+
+def compare(a, low, high):
+    """Where the middle half of the rounds of `a` lies against a range."""
+    return "above" if a.low > high else "below" if a.high < low else "overlaps with"
+
+
+print("\nprocesses ÷ threads, middle half of the rounds:")
+for name in gap:
+    print(f"  {name:20}{compare(gap[name], 1, 1)} 1, no difference")
+tiny = gap["tiny, from Python"]
+for name in ("tiny, from C++", "few big"):
+    print(f"  tiny, from Python: {compare(tiny, gap[name].low, gap[name].high)} {name}")
 
 # %%
 fig, ax = plt.subplots(figsize=(8, 4))
@@ -481,9 +485,8 @@ ax.set(xlabel="work", ylabel="speed-up with two workers (×)", ylim=(0, None))
 ax.grid(axis="x", visible=False)
 ax.legend(loc="upper left", bbox_to_anchor=(0, 1.0), ncols=2)
 ax.set_ylim(0, 1.2 * max(2, ax.get_ylim()[1] / 1.2))
-ax.set_title(
-    f"Tiny operations from Python: processes gain {tiny.median:.2f} times\nwhat threads gain, few big ones: {others[1].median:.2f} times"
-)
+each = ", ".join(f"{name} {ratio.median:.2f}" for name, ratio in gap.items())
+ax.set_title(f"Speed-up of processes over that of threads:\n{each}", fontsize=11)
 plots.show(
     fig,
     name="threads-against-processes",
@@ -492,13 +495,13 @@ plots.show(
 )
 
 # %% [markdown]
-# Dotted: no gain, and perfect. The bars are medians of the rounds, the thin lines hold the middle half. `only Python` is the control: it shows what the lock does when nobody ever releases it, and two threads may even be slower than one, because they hand the lock back and forth. The verdict compares the last column: it says *supported* only if the middle half of the rounds with tiny operations from Python lies above that of both others. Where the ranges overlap it decides nothing: another program was probably at work on your cores, so run the two cells again.
+# Dotted: no gain, and perfect. The bars are medians of the rounds, the thin lines hold the middle half. `only Python` is the control: nobody ever releases the lock, and two threads may even be slower than one, because they hand it back and forth. A middle half above 2 is no real gain: the single worker shared its core with another program. Then, or where ranges overlap, run the two cells again on a quiet machine.
 #
-# So is DDP faster "because of the GIL"? If your verdict is *supported*, the lock is a cause where Python calls many tiny operations, and a gap in the last row is none of its doing. But big operations do not make DataParallel equal to DDP: it pays for something else. It copies the weights to every device in each forward pass, and everything that is gathered goes through one device. Count that next. (A Python built without the GIL exists; on it the second row should look like the third.)
+# So is DDP faster "because of the GIL"? The hypothesis is supported if tiny operations from Python lie *above* both others. The line against `tiny, from C++` is the decisive one: same computation, another caller. Where big operations lie above 1 too, the lock is not the explanation that this test supports: threads also share one memory allocator and one process, and we did not take these apart. And DataParallel pays for something else as well: it copies the weights to every device in each forward pass, and everything that is gathered goes through one device. Count that next.
 #
 # ## The memory of device 0
 #
-# On cores both replicas live in one memory, so we need devices that count. This is a meter in one cell: while you are inside `with device:`, each new **storage** (the bytes behind a tensor) that an operation makes belongs to that device, until it is freed.
+# On cores both replicas live in one memory, so we need devices that count. This is a meter in one cell: while you are inside `with device:`, each new **storage** (the bytes behind a tensor) that an operation makes belongs to that device, until it is freed. PyTorch calls `__torch_dispatch__` for every operation; a `weakref` with a callback tells us when a storage dies. You need not follow its lines to use it.
 
 
 # %%
@@ -525,7 +528,7 @@ class Device(TorchDispatchMode):
 
 
 # %% [markdown]
-# Now one step of DataParallel on two such devices, written out so that every copy between them is visible. The network has 512 inputs and chooses among 4,096 classes, so its output is eight times as large as its input; 512 samples; Adam, which keeps two numbers for each weight. (`get_gradient_edge` remembers where the backward pass enters, without keeping the output itself: DataParallel does not keep its replicas' outputs either.) The first step makes the optimizer's state, so the second is the one to look at.
+# Now one step of DataParallel on two such devices, written out so that every copy between them is visible. The network has 512 inputs and chooses among 4,096 classes, so its output is eight times as large as its input; 1,024 samples; Adam, which keeps two numbers for each weight. Read the steps by the names in `note(...)`; the `with` lines, `note` and `del` serve the meter, the rest is DataParallel. (`get_gradient_edge` remembers where the backward pass enters a replica without keeping its output: DataParallel does not keep the replicas' outputs either.) The first step makes the optimizer's state, so the second is the one to look at.
 #
 # **Predict.** Which of these does device 1 hold at some moment: the weights, its gradients, the optimizer's two numbers, its half of the output, the whole output?
 
@@ -543,9 +546,9 @@ SIZES, moved = (512, 512, 4096), Counter()
 def data_parallel_step(model, optimizer, x, y, devices, note):
     zero, one = devices
     shards = list(x.chunk(2))
+    replica = network(*SIZES).to("cpu").requires_grad_(False)  # only its structure: not counted
     with one:
         shards[1] = copied(shards[1])
-        replica = network(*SIZES).to("cpu").requires_grad_(False)  # only its structure
         for mine, original in zip(replica.parameters(), model.parameters(), strict=True):
             mine.data = copied(original)
             mine.requires_grad_(True)
@@ -565,10 +568,11 @@ def data_parallel_step(model, optimizer, x, y, devices, note):
         loss = F.cross_entropy(logits, y)
         (gradient,) = torch.autograd.grad(loss, logits)
         note("loss")
+        loss = loss.item()  # a number: the graph is done with
     for device, edge, part in zip(devices, edges, gradient.chunk(2), strict=True):
         with device:
             torch.autograd.backward(edge, part if device is zero else copied(part))
-    del gradient, part, edges, edge
+    del logits, gradient, part, edges, edge
     note("backward")
     with zero:
         for original, mine in zip(model.parameters(), replica.parameters(), strict=True):
@@ -578,7 +582,7 @@ def data_parallel_step(model, optimizer, x, y, devices, note):
         optimizer.zero_grad()
     del replica, mine, module, shard, shards  # the replicas are thrown away after every step
     note("optimizer step")
-    return loss.item()
+    return loss
 
 
 # %%
@@ -608,16 +612,19 @@ def two_steps(batch_size, step, *more):
 
 def plain_step(model, optimizer, x, y, devices, note):
     with devices[0]:
-        loss = F.cross_entropy(model(x), y)
+        logits = model(x)  # kept until the backward pass is over, as above
+        loss = F.cross_entropy(logits, y)
         loss.backward()
+        del logits
         optimizer.step()
         optimizer.zero_grad()
     note("step")
     return loss.item()
 
 
-losses, stages = two_steps(512, data_parallel_step, Device())
-alone, on_one = two_steps(512, plain_step)
+losses, stages = two_steps(1024, data_parallel_step, Device())
+sent = moved["bytes"]
+alone, on_one = two_steps(1024, plain_step)
 print(f"{'MiB alive after':20}{'device 0':>10}{'device 1':>10}")
 for stage, counts in stages.items():
     print(f"{stage:20}" + "".join(f"{live:10.1f}" for live, _ in counts))
@@ -625,9 +632,9 @@ print("losses equal one device's within 1e-5:", np.allclose(losses, alone, rtol=
 assert np.allclose(losses, alone, rtol=0, atol=1e-5)
 
 # %% [markdown]
-# Read the table against your prediction. The batch, the optimizer's numbers, the sum of the gradients, the whole output and the loss are on device 0 alone. Device 1 has a replica, its activations and its gradients, and after the step nothing at all. The losses agree with those of one device, so nothing was left out. (The tolerance is for sums in another order, in both steps and in the weights between them.)
+# Read the table against your prediction. The whole batch and output, the optimizer's numbers, the sum of the gradients and the loss are on device 0 alone. Device 1 has a copy of the weights, its activations and its gradients; it has its half of the output too, from the forward pass until "gather"; after the step it has nothing at all. The losses agree with those of one device, so nothing was left out. (The tolerance is for sums in another order, in both steps and in the weights between them.)
 #
-# How does that look beside DDP, where each rank has everything, and half the batch? Its ranks are real processes; each opens the course's own meter, `memory.meter`, which counts as ours does.
+# How does that look beside DDP, where each rank has everything, and half the batch? Its ranks are real processes, and each opens the course's meter, `memory.Budget`. The cell first asks both meters about the same step. The batches are large on purpose: below about 1,024 samples the peak of a rank lies in Adam's step, which does not depend on the batch.
 
 
 # %%
@@ -641,12 +648,23 @@ def ddp_peak(batch_size):
     optimizer = torch.optim.Adam(wrapped.parameters())
     x = torch.randn(batch_size // 2, SIZES[0], device=place)
     y = torch.randint(0, SIZES[-1], (batch_size // 2,), device=place)
-    with memory.meter(wrapped, optimizer, x, y) as meter:
+    with memory.Budget(wrapped, optimizer, x, y) as meter:
         for _ in range(2):
             meter.reset()
-            F.cross_entropy(wrapped(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            plain_step(wrapped, optimizer, x, y, [nullcontext()], lambda stage: None)
+        return meter.peak / MiB
+
+
+def budget_peak(batch_size):
+    """The step of one device again, under the other meter."""
+    model = network(*SIZES).to("cpu")
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(batch_size, SIZES[0])
+    y = torch.randint(0, SIZES[-1], (batch_size,))
+    with memory.Budget(model, optimizer, x, y) as meter:
+        for _ in range(2):
+            meter.reset()
+            plain_step(model, optimizer, x, y, [nullcontext()], lambda stage: None)
         return meter.peak / MiB
 
 
@@ -655,7 +673,10 @@ def most(stages):
     return np.array([[peak for _, peak in counts] for counts in stages.values()]).max(axis=0)
 
 
-BATCHES = (256, 512, 1024)
+ours, theirs = most(on_one)[0], budget_peak(1024)
+print(f"one device, 1024 samples: our meter {ours:.1f} MiB, memory.Budget {theirs:.1f} MiB")
+assert abs(ours - theirs) < 0.01 * ours
+BATCHES = (1024, 1536, 2048)
 peaks = {}
 for size in BATCHES:
     _, stages_of_size = two_steps(size, data_parallel_step, Device())
@@ -664,17 +685,19 @@ columns = ["DP device 0", "DP device 1", "DDP rank 0", "DDP rank 1"]
 print(f"{'peak, MiB':12}" + "".join(f"{column:>14}" for column in columns))
 for size, values in peaks.items():
     print(f"batch {size:<6}" + "".join(f"{value:14.1f}" for value in values))
-grown = [(b - a) * 1024 / 512 for a, b in zip(peaks[512], peaks[1024], strict=True)]
+grown = [(b - a) * 1024 / 1024 for a, b in zip(peaks[1024], peaks[2048], strict=True)]  # KiB
 print(f"{'KiB a sample':12}" + "".join(f"{value:14.1f}" for value in grown))
 
 # %%
-heavy = peaks[512][0] / peaks[512][1]
+heavy = peaks[1024][0] / peaks[1024][1]
 fig, (ax, side) = plt.subplots(1, 2, figsize=(9.5, 3.8), width_ratios=[1.5, 1])
 for device in (0, 1):
     values = [counts[device][1] for counts in stages.values()]
     ax.plot(list(stages), values, label=f"DataParallel, device {device}")
 ax.tick_params(axis="x", rotation=30)
-ax.set(xlabel="stage of a step, 512 samples", ylabel="peak within the stage (MiB)", ylim=(0, None))
+ax.set(
+    xlabel="stage of a step, 1,024 samples", ylabel="peak within the stage (MiB)", ylim=(0, None)
+)
 for number, column in enumerate(columns[:3]):
     style = {"linestyle": plots.DASHES[number], "marker": plots.MARKERS[number]}
     side.plot(BATCHES, [peaks[size][number] for size in BATCHES], label=column, **style)
@@ -682,7 +705,7 @@ side.set_xticks(BATCHES)
 side.set(xlabel="batch (samples)", ylabel="peak (MiB)", ylim=(0, None))
 for axes in (ax, side):
     axes.legend(fontsize=9)
-fig.suptitle(f"At 512 samples device 0 needs {heavy:.1f} times the memory of device 1")
+fig.suptitle(f"At 1,024 samples device 0 needs {heavy:.1f} times the memory of device 1")
 plots.show(
     fig,
     name="memory-of-device-0",
@@ -692,25 +715,28 @@ plots.show(
 )
 
 # %% [markdown]
-# Both devices are of the same size in reality, so device 0 decides how large the batch may be, and device 1 has room that nobody can use. The last row of the table is the slope: what one more sample of the whole batch costs. On device 0 of DataParallel it costs more than on a rank of DDP, because the whole output and the loss are there. What does not depend on the batch is shared unequally too, and there DDP is not cheaper: every rank has the optimizer's numbers. (DDP with default arguments needs room for the gradients once more; we switched that off with `gradient_as_bucket_view`.) [Lesson 09](09_sharded_training.ipynb) shares these as well.
+# Both devices are of the same size in reality, so device 0 decides how large the batch may be, and device 1 has room that nobody can use. The last row of the table is the slope: what one more sample of the whole batch costs. On device 0 of DataParallel it costs about twice what it costs on a rank of DDP, because the whole output and the loss are there. (In both, the step holds the output until the backward pass is over.) What does not depend on the batch is shared unequally too, and there DDP is not cheaper: every rank has the optimizer's numbers. (DDP with default arguments needs room for the gradients once more; we switched that off with `gradient_as_bucket_view`.) [Lesson 09](09_sharded_training.ipynb) shares these as well.
 #
 # The way through device 0 is also a way for bytes. `copied` has counted them.
 
 # %%
 # NBVAL_CHECK_OUTPUT
-_, stages_now = two_steps(512, data_parallel_step, Device())
 weights = sum(a * b + b for a, b in pairwise(SIZES)) * 4 / MiB
-print(f"weights: {weights:.2f} MiB")
-print(f"DataParallel: {moved['bytes'] / MiB:.2f} MiB a step, all of it from or to device 0")
-inputs, outputs = 256 * SIZES[0] * 4 / MiB, 256 * SIZES[-1] * 4 / MiB
-print(f"  input {inputs:.2f}, weights {weights:.2f}, output {outputs:.2f}, ", end="")
-print(f"its gradient {outputs:.2f}, gradients of the weights {weights:.2f}")
+inputs, outputs = 512 * SIZES[0] * 4 / MiB, 512 * SIZES[-1] * 4 / MiB  # of device 1's shard
+out, back = inputs + weights + outputs, outputs + weights
 print(
-    f"DDP: each rank sends 2 (p - 1) / p of the weights: {2 * (2 - 1) / 2 * weights:.2f} MiB for p = 2"
+    f"device 0 sends    input {inputs:.2f}, weights {weights:.2f}, gradient of output {outputs:.2f}"
 )
+print(f"device 0 receives output {outputs:.2f}, gradients of weights {weights:.2f}")
+print(f"together {out + back:.2f} MiB a step; counted {sent / MiB:.2f}")
+assert abs(out + back - sent / MiB) < 1e-6
+share = 2 * (2 - 1) / 2 * weights  # 2 (p - 1) / p of the weights, for p = 2
+print(f"{'MiB a step':26}{'sends':>8}{'receives':>10}")
+print(f"{'DataParallel, device 0':26}{out:8.2f}{back:10.2f}")
+print(f"{'DDP, each of two ranks':26}{share:8.2f}{share:10.2f}")
 
 # %% [markdown]
-# The bytes of DDP are what its all-reduce sends; [lesson 04](04_ddp_from_scratch.ipynb) counts them. Copied like this, with p devices the weights leave device 0 p − 1 times in every step, and as many gradients come back. The share of a DDP rank stays below twice the weights, whatever p is.
+# The line of DDP is a formula, 2 (p − 1) ÷ p of the weights for p ranks; [lesson 04](04_ddp_from_scratch.ipynb) counts it. With p devices the weights leave device 0 p − 1 times in every step, copied like this, and as many gradients come back. The share of a DDP rank stays below twice the weights, whatever p is.
 #
 # ## Three classic bugs
 #
@@ -718,7 +744,7 @@ print(
 #
 # A module counts its calls, and its BatchNorm keeps a running mean. Both happen in `forward`, that is, on the replicas.
 #
-# **Predict.** One step with two shards, in which all numbers are 1 in the first shard and 3 in the second. What is `calls` afterwards, and `running_mean`, which started at 0 and moves a tenth of the way?
+# **Predict.** Two steps with two shards, in which all numbers are 1 in the first shard and 3 in the second. What is `calls` afterwards, and `running_mean`, which starts at 0 and moves a tenth of the way to the mean of the batch each time?
 
 
 # %%
@@ -733,17 +759,30 @@ class Counting(nn.Module):
         return self.norm(batch)
 
 
+def counting_under_ddp():
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    wrapped = DistributedDataParallel(Counting().to(place))
+    shard = torch.full((3, 1), 1.0 + 2 * dist.get_rank(), device=place)
+    for _ in range(2):
+        wrapped(shard).sum().backward()
+    return wrapped.module.calls, wrapped.module.norm.running_mean.item()
+
+
 batch = torch.tensor([1.0, 1, 1, 3, 3, 3])[:, None]
 for name, forward in {
     "one device": lambda module: module(batch),
     "by hand, two devices": lambda module: data_parallel(module, batch, ["cpu", "cpu"]),
 }.items():
     module = Counting()
-    forward(module)
-    print(f"{name:22}calls {module.calls}, running mean {module.norm.running_mean.item():.1f}")
+    forward(module), forward(module)
+    print(f"{name:22}calls {module.calls}, running mean {module.norm.running_mean.item():.2f}")
+for rank, (calls, mean) in enumerate(launch(counting_under_ddp, 2)):
+    print(f"{f'DDP, rank {rank}':22}calls {calls}, running mean {mean:.2f}")
 
 # %% [markdown]
-# `calls` is 0: each replica counted its own, and was thrown away. The running mean has seen the *first shard only*: replica 0 uses the very buffers of device 0, and an operation in place reaches them; the other replica's are gone. So BatchNorm works with statistics of half the batch, and the samples of device 1 never count. PyTorch's own replicas behave so too, and [its page](https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html) warns of both. Cure: change state outside `forward`, or return what you want to keep.
+# By hand, `calls` is 0: each replica counted its own, and was thrown away. The running mean has seen the *first shard only* (0.19, not 0.38): replica 0 uses the very buffers of device 0, and an operation in place reaches them; the other replica's are gone. PyTorch's own replicas behave so too, and [its page](https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html) warns of both. Cure: change state outside `forward`, or return what you want to keep.
+#
+# DDP keeps the counter, since a rank is never thrown away. It does *not* cure BatchNorm: before each forward pass rank 0's buffers are sent to all, so rank 1 ends at 0.9 × 0.1 + 0.1 × 3 = 0.39, and its first step is lost. In both, each shard is normalised by its own statistics. SyncBatchNorm shares them ([lesson 05](05_ddp_in_practice.ipynb)).
 #
 # ### The model returns its loss
 #
@@ -828,7 +867,7 @@ print(
 # | how large is the output? | a few numbers a sample | much larger than the input |
 # | does device 0 set the batch? | there is room to spare | memory is short |
 # | one node, one process? | a notebook, an old script, inference | several nodes, or a long training |
-# | does `forward` change state? | no | BatchNorm, counters, caches |
+# | does `forward` change state? | no | counters, caches (BatchNorm needs more than DDP) |
 #
 # For training, DDP is the answer to nearly all of these, and costs a few lines more: [lesson 04](04_ddp_from_scratch.ipynb). From a shell its two ranks are `torchrun --standalone --nproc-per-node=2 train.py`; DataParallel is plain `python train.py`, because it is one process.
 #
@@ -862,7 +901,7 @@ else:
 #
 # ## Recap
 #
-# DataParallel is one process that copies the model to every device in each step, runs the replicas in threads, and brings outputs and gradients back to device 0. Its threads lose most where Python calls tiny operations, and its device 0 needs the most memory and sees all the bytes. What `forward` changes on a replica is lost, and a mean of means is right only for equal shards.
+# DataParallel is one process that copies the model to every device in each step, runs the replicas in threads, and brings outputs and gradients back to device 0. Whether its threads lose most where Python calls tiny operations, your own measurement says; its device 0 needs the most memory and sees all the bytes. What `forward` changes on a replica is lost, and a mean of means is right only for equal shards.
 #
 # 1. Your script with DataParallel runs on a laptop without an error. What does that say about two GPUs?
 # 2. You have a batch of 9 on 8 devices. How many work?

@@ -8,6 +8,15 @@ from typing import Any
 
 from ..task import Finding, Task, Wrong, close, count, describe, is_list, is_number, item
 
+
+def _trouble(value: Any) -> str:
+    """Why there is no value at all, in words; "" where there is one."""
+    if value == "not attempted":
+        return "not attempted yet"
+    raised = item(value, "raised")
+    return f"your code raised {raised[:40]}" if type(raised) is str else ""
+
+
 # --- 03-scatter -------------------------------------------------------------------------
 
 
@@ -42,9 +51,26 @@ def _scatter_run(student, inputs: list) -> list:
             return function(*args)
         except NotImplementedError:
             return "not attempted"
+        except Exception as error:  # told with the input, and raised if nothing works
+            errors.append(error)
+            return {"raised": type(error).__name__}
 
     def plain(value):
         return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    def with_graph(value, sources):
+        """The value, and whether backward() on its sum gives each number a gradient of 1."""
+        if not isinstance(value, torch.Tensor):
+            return [value, False]
+        reached = False
+        if value.requires_grad:
+            value.sum().backward()
+            reached = all(
+                x.grad is not None and torch.equal(x.grad, torch.ones_like(x)) for x in sources
+            )
+        return [value.tolist(), reached]
+
+    errors = []
 
     answers = []
     for case in inputs:
@@ -54,11 +80,16 @@ def _scatter_run(student, inputs: list) -> list:
             shards = [plain(shard) for shard in shards]
         first = 1 + len(batch) // 3
         pieces = [piece for piece in (batch[:first], batch[first:]) if len(piece)]
-        gathered = attempt(student.gather, pieces)
-        scalars = attempt(student.gather, [torch.tensor(x) for x in case["losses"]])
-        answers.append([plain(shards), plain(gathered), plain(scalars)])
-    if all(answer == ["not attempted"] * 3 for answer in answers):
+        pieces = [piece.clone().requires_grad_() for piece in pieces]
+        losses = [torch.tensor(x, requires_grad=True) for x in case["losses"]]
+        gathered = with_graph(attempt(student.gather, list(pieces)), pieces)
+        scalars = with_graph(attempt(student.gather, list(losses)), losses)
+        answers.append([plain(shards), gathered, scalars])
+    flat = [value for shards, *rest in answers for value in (shards, *(x[0] for x in rest))]
+    if all(isinstance(value, str) and value == "not attempted" for value in flat):
         raise NotImplementedError
+    if len(errors) == len(flat):
+        raise errors[0]
     return answers
 
 
@@ -76,6 +107,8 @@ def _scatter_expected(inputs: list) -> list:
 def _shards_why(case: dict, sizes: list, shards: Any) -> dict:
     """What is wrong with the content, the sizes, and the empty shards; "" where nothing is."""
     about = f"{count(len(case['batch']), 'sample')} on {count(case['devices'], 'device')}"
+    if trouble := _trouble(shards):
+        return dict.fromkeys(("content", "sizes", "empty"), f"{about}: {trouble}")
     if not is_list(shards) or not all(is_list(shard) for shard in shards):
         why = f"{about}: a list of tensors was expected, not {describe(shards)}"
         return dict.fromkeys(("content", "sizes", "empty"), why)
@@ -105,16 +138,22 @@ def _scatter_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     for number, (case, sizes) in enumerate(zip(inputs, expected, strict=True)):
         answer = item(got, number)
         problems = _shards_why(case, sizes, item(answer, 0))
-        gathered, scalars = item(answer, 1), item(answer, 2)
-        problems["gather"] = problems["scalars"] = ""
-        if not is_list(gathered):
-            problems["gather"] = f"one tensor was expected, not {describe(gathered)}"
-        elif gathered != case["batch"]:
-            problems["gather"] = "the pieces do not follow each other along the first dimension"
-        if not is_list(scalars):
-            problems["scalars"] = f"a vector was expected, not {describe(scalars)}"
-        elif scalars != case["losses"]:
-            problems["scalars"] = "the vector does not have each number once, in order"
+        for key, place, want, kind in (
+            ("gather", 1, case["batch"], "one tensor"),
+            ("scalars", 2, case["losses"], "a vector"),
+        ):
+            value, reached = item(item(answer, place), 0), item(item(answer, place), 1)
+            problems[key] = _trouble(value)
+            if problems[key]:
+                continue
+            if not is_list(value):
+                problems[key] = f"{kind} was expected, not {describe(value)}"
+            elif value != want and key == "gather":
+                problems[key] = "the pieces do not follow each other along the first dimension"
+            elif value != want:
+                problems[key] = "the vector does not have each number once, in order"
+            elif reached is not True:
+                problems[key] = "backward() on the result does not reach what was gathered"
         for about, problem in problems.items():
             why[about] = why[about] or problem
     if why["content"]:
@@ -201,6 +240,30 @@ def gather(outputs):
             3,
         ),
         Wrong(
+            "gather copies numbers, so that the graph ends",
+            """
+import torch
+def scatter(batch, devices):
+    return [part for part in batch.tensor_split(devices) if len(part)]
+def gather(outputs):
+    if outputs[0].dim() == 0:
+        return torch.tensor([output.item() for output in outputs])
+    return torch.cat(list(outputs))
+""",
+            4,
+        ),
+        Wrong(
+            "gather knows torch.cat only, which refuses numbers",
+            """
+import torch
+def scatter(batch, devices):
+    return [part for part in batch.tensor_split(devices) if len(part)]
+def gather(outputs):
+    return torch.cat(list(outputs))
+""",
+            4,
+        ),
+        Wrong(
             "the last device takes all that is left",
             """
 import torch
@@ -238,6 +301,7 @@ def _combine_inputs(seed: int) -> list:
         },
         {"about": "empty", "losses": [None, *losses(1)], "counts": [0, rng.randint(2, 9)]},
         {"about": "nothing", "losses": [None, None], "counts": [0, 0]},
+        {"about": "fault", "losses": [*losses(1), None], "counts": rng.sample(range(2, 9), 2)},
     ]
 
 
@@ -245,7 +309,7 @@ def _combine_run(student, inputs: list) -> list:
     """Combine tensors with a graph; a mean over no sample is not a number, as in PyTorch."""
     import torch
 
-    answers = []
+    answers, errors = [], []
     for case in inputs:
         numbers = [float("nan") if loss is None else loss for loss in case["losses"]]
         losses = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in numbers]
@@ -254,15 +318,27 @@ def _combine_run(student, inputs: list) -> list:
         except ValueError:
             answers.append("ValueError")
             continue
+        except NotImplementedError:
+            raise
+        except Exception as error:  # told with the input, and raised if nothing works
+            errors.append(error)
+            answers.append({"raised": type(error).__name__})
+            continue
         answer = {"value": value, "gradients": None}
         if isinstance(value, torch.Tensor):
             answer["value"] = value.tolist()  # of a tensor without a dimension: a number
-            if value.requires_grad and value.dim() == 0:
+            if value.dim():
+                answer["dimensions"] = value.dim()
+            if case["about"] == "fault":
+                del answer["gradients"]
+            elif value.requires_grad and value.dim() == 0:
                 value.backward()
                 answer["gradients"] = [0.0 if x.grad is None else float(x.grad) for x in losses]
         else:
             answer["type"] = type(value).__name__
         answers.append(answer)
+    if len(errors) == len(inputs):
+        raise errors[0]
     return answers
 
 
@@ -270,6 +346,9 @@ def _combine_expected(inputs: list) -> list:
     """Write every sample down with the mean of its shard, and take the mean of the list."""
     answers = []
     for case in inputs:
+        if case["about"] == "fault":  # not a number in, not a number out
+            answers.append({"value": None, "gradients": None})
+            continue
         samples = [
             Fraction(loss)
             for loss, times in zip(case["losses"], case["counts"], strict=True)
@@ -288,14 +367,26 @@ def _combine_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         answer, about = item(got, number), case["about"]
         value, gradients = item(answer, "value"), item(answer, "gradients")
+        if about == "fault":
+            if value != {"$": "NaN"}:
+                why["empty"] = why["empty"] or (
+                    f"counts {case['counts']}: a loss that is not a number, of a shard that has "
+                    "samples, must show in the result"
+                )
+            continue
         if want is None:
             if answer != "ValueError":
                 why[about] = "all counts are 0, and no ValueError was raised"
             continue
+        if trouble := _trouble(answer):
+            why[about] = why[about] or f"counts {case['counts']}: {trouble}"
+            continue
         if answer == "ValueError":
             why[about] = why[about] or "a ValueError, though there are samples"
-        elif not close(value, want["value"], relative=1e-9):
-            if not is_number(value):
+        elif not close(value, want["value"], relative=1e-6):
+            if is_list(value) and is_number(item(answer, "dimensions")):
+                problem = "the result has a dimension; a tensor without one was expected"
+            elif not is_number(value):
                 problem = f"a tensor of one number was expected, not {describe(value)}"
                 if about == "empty":
                     problem += "; what is 0 times the mean over nothing?"
@@ -314,7 +405,7 @@ def _combine_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     return [
         Finding("equal counts", 1, why["equal"]),
         Finding("unequal counts", 1, why["unequal"]),
-        Finding("a shard without a sample counts nothing", 1, why["empty"]),
+        Finding("a shard without a sample counts nothing, any other counts", 1, why["empty"]),
         Finding("no sample at all is an error", 1, why["nothing"]),
         Finding("the gradient reaches every shard, by its count", 1, why["graph"]),
     ]
@@ -357,6 +448,25 @@ def combine(losses, counts):
     return sum(loss * n for loss, n in zip(losses, counts)) / sum(counts)
 """,
             3,
+        ),
+        Wrong(
+            "leaves out what is not a number, not what has no sample",
+            """
+def combine(losses, counts):
+    if sum(counts) == 0:
+        raise ValueError("no samples")
+    pairs = [(loss, n) for loss, n in zip(losses, counts) if not loss.isnan()]
+    return sum(loss * n for loss, n in pairs) / sum(n for _, n in pairs)
+""",
+            3,
+        ),
+        Wrong(
+            "divides by zero where there is no sample",
+            """
+def combine(losses, counts):
+    return sum(loss * n for loss, n in zip(losses, counts) if n) / sum(counts)
+""",
+            4,
         ),
         Wrong(
             "numbers instead of tensors",
@@ -430,6 +540,15 @@ def _memory_inputs(seed: int) -> dict:
         limits.append(base | {"devices": devices, "limit": fixed + rng.randint(40_000, 90_000)})
     tight = case([0, 0], state=1)
     limits.append(tight | {"devices": 2, "limit": 4 * tight["weights"] * 2})
+    for devices in (2, 3):  # exactly full, to the byte
+        full = case([0] * devices, state=1)
+        shards_of = [rng.randint(3, 6)] * devices
+        limit = max(_bytes_by_device(full, shards_of))
+        limits.append(full | {"devices": devices, "limit": limit})
+    for devices in (2, 4):  # room for a fraction of a shard: no sample more
+        few = case([0] * devices, sample=1, output=1, activations=4 * rng.randint(25, 90), state=0)
+        limit = max(_bytes_by_device(few, [rng.randint(1, 3)] * devices))
+        limits.append(few | {"devices": devices, "limit": limit + 3 * few["activations"]})
     return {"cases": cases, "limits": limits}
 
 
@@ -439,8 +558,12 @@ def _memory_run(student, inputs: dict) -> dict:
             value = function(*args)
         except NotImplementedError:
             return "not attempted"
+        except Exception as error:  # told with the input, and raised if nothing works
+            errors.append(error)
+            return {"raised": type(error).__name__}
         return list(value) if isinstance(value, tuple) else value
 
+    errors = []
     names = ("weights", "sample", "activations", "output", "state")
     answer = {
         "bytes": [
@@ -456,6 +579,8 @@ def _memory_run(student, inputs: dict) -> dict:
     }
     if all(value == "not attempted" for values in answer.values() for value in values):
         raise NotImplementedError
+    if len(errors) == sum(map(len, answer.values())):
+        raise errors[0]
     return answer
 
 
@@ -503,6 +628,9 @@ def _memory_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     for number, (case, want) in enumerate(zip(inputs["cases"], expected["bytes"], strict=True)):
         answer = item(item(got, "bytes"), number)
         about = f"shards {case['shards']}"
+        if trouble := _trouble(answer):
+            why |= {k: why[k] or f"{about}: {trouble}" for k in ("zero", "others", "idle")}
+            continue
         if not is_list(answer, len(want)) or not all(map(is_number, answer)):
             problem = f"{about}: a list of {len(want)} numbers was expected, not {describe(answer)}"
             why |= {key: why[key] or problem for key in ("zero", "others", "idle")}
@@ -523,7 +651,9 @@ def _memory_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         if type(answer) is int and answer == want:
             continue
         about = f"{case['devices']} devices"
-        if type(answer) is not int:
+        if trouble := _trouble(answer):
+            problem = f"{about}: {trouble}"
+        elif type(answer) is not int:
             problem = f"{about}: a whole number was expected, not {describe(answer)}"
         elif answer > want:
             problem = f"{about}: with this batch some device needs more than the limit"
@@ -538,17 +668,20 @@ def _memory_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     ]
 
 
+_SEARCH = (
+    "    size = 0\n"
+    "    while True:\n"
+    "        whole, rest = divmod(size + 1, devices)\n"
+    "        shards = [whole + (i < rest) for i in range(devices)]\n"
+    "        sizes = (weights, sample, activations, output, state)\n"
+    "        if max(device_bytes(shards, *sizes)) > limit:\n"
+    "            return size\n"
+    "        size += 1\n"
+)
+
+
 def _memory_answer(replica: str, zero: str, idle: str = "0", largest: str = "") -> str:
-    largest = largest or (
-        "    size = 0\n"
-        "    while True:\n"
-        "        whole, rest = divmod(size + 1, devices)\n"
-        "        shards = [whole + (i < rest) for i in range(devices)]\n"
-        "        sizes = (weights, sample, activations, output, state)\n"
-        "        if max(device_bytes(shards, *sizes)) > limit:\n"
-        "            return size\n"
-        "        size += 1\n"
-    )
+    largest = largest or _SEARCH
     return f"""
 def device_bytes(shards, weights, sample, activations, output, state):
     batch = sum(shards)
@@ -613,6 +746,26 @@ MEMORY = Task(
                 _REPLICA.replace("2 * weights", "weights"), _ZERO.replace("(2 +", "(1 +")
             ),
             1,
+        ),
+        Wrong(
+            "stops one sample before a device is exactly full",
+            _memory_answer(_REPLICA, _ZERO, largest=_SEARCH.replace("> limit", ">= limit")),
+            4,
+        ),
+        Wrong(
+            "a formula that shares a sample among devices",
+            _memory_answer(
+                _REPLICA,
+                _ZERO,
+                largest="    room = limit / 4 - (2 + state) * weights\n"
+                "    return max(0, int(room // (sample + output + activations / devices)))\n",
+            ),
+            4,
+        ),
+        Wrong(
+            "the largest batch is not written yet",
+            _memory_answer(_REPLICA, _ZERO, largest="    raise NotImplementedError\n"),
+            4,
         ),
         Wrong(
             "the largest batch of one device, times the devices",
