@@ -106,7 +106,7 @@ print("5 rows in 4 chunks:", [len(part) for part in torch.zeros(5, 2).chunk(4)])
 # %% [markdown]
 # An all-gather needs messages of equal length. So each part is filled up with rows of zeros to ⌈rows / n⌉ rows; then the parts of all parameters are laid end to end, and *one* message carries the group.
 #
-# 1. `shard(parameters, rank, n)`: a list of tensors, each of shape (rows,) or (rows, columns, …). Return one flat tensor: for each parameter, in order, this rank's rows and the zeros behind them, flattened.
+# 1. `shard(parameters, rank, n)`: a list of tensors, each of shape (rows,) or (rows, columns, …). Return one flat tensor: for each parameter, in order, this rank's rows and the zeros behind them, flattened. The zeros have the type of the parameter, and are where it is: `parameter.new_zeros(...)` makes such.
 # 2. `unshard(flats, shapes)`: the flat tensors of all ranks, in rank order, as an all-gather gives them, and the shape of each whole parameter. Return the list of whole parameters, without padding.
 #
 # For example, `[torch.tensor([1., 2., 3.]), torch.tensor([[4., 5.]])]` on two ranks gives rank 0 `[1, 2, 4, 5]` and rank 1 `[3, 0, 0, 0]`.

@@ -2,7 +2,7 @@
 # jupyter:
 #   course:
 #     rows: []
-#     minutes: {read: 25, do: 20}
+#     minutes: {read: 35, do: 20}
 #     devices: 2
 #     path: more
 #     extra: torch
@@ -19,12 +19,12 @@
 # %% [markdown]
 # # Sharded training: each rank keeps a part of the model
 #
-# After this lesson you can say how many bytes a parameter costs on each rank under every stage of sharding, train a model that no rank holds whole, and save it so that another number of ranks can go on.
+# After this lesson you can say how many bytes a parameter costs on each rank under every stage of sharding, build and train a model that no rank ever holds whole, and save it so that another number of ranks can go on.
 #
 # | | |
 # |---|---|
-# | **Time** | 25 minutes to read, 20 to do; the exercise comes on top |
-# | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); all-reduce, reduce-scatter, all-gather, `DistributedDataParallel` ([lesson 04](04_ddp_from_scratch.ipynb)); parameters, gradients, optimizer state, peak ([lesson 14](14_where_memory_goes.ipynb)). For the last part: row and column parallel layers ([lesson 08](08_model_and_pipeline_parallel.ipynb)) |
+# | **Time** | 35 minutes to read, 20 to do; the exercise comes on top |
+# | **You should know** | ranks and `launch` ([lesson 00](00_start_here.ipynb)); all-reduce, reduce-scatter, all-gather, `DistributedDataParallel` ([lesson 04](04_ddp_from_scratch.ipynb)); parameters, gradients, optimizer state, peak ([lesson 14](14_where_memory_goes.ipynb)). For one optional part: row and column parallel layers ([lesson 08](08_model_and_pipeline_parallel.ipynb)) |
 # | **You will** | work out the three stages of sharding · write one by hand · measure memory and traffic of PyTorch's own against DDP · prove that the weights are the same · gather in 16 bits · save on two ranks and load on one, two and four · add tensor parallelism · make three classic mistakes |
 # | **Runs on** | no GPU, or one: two pinned cores · two GPUs or more: the GPUs (the multi-GPU path was not run by the authors) |
 # | **Last verified** | Python 3.11, PyTorch 2.13.0 |
@@ -33,6 +33,7 @@
 # An all-reduce is two collectives in a row: **reduce-scatter** (each rank gets the sum of one part) and **all-gather** (each rank gets all the parts).
 
 # %%
+import math
 import os
 import tempfile
 import warnings
@@ -51,7 +52,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -68,8 +73,6 @@ from course_utils.launch import LaunchTimeout, launch
 from course_utils.memory import MiB
 
 plots.use_style()
-
-# %%
 print(census())
 assert len(slots(2)) == 2, "this lesson runs on two devices"
 
@@ -105,7 +108,9 @@ for name, costs in {"float32": FLOAT32, "mixed precision": MIXED}.items():
     print(f"{name:18}", *(f"stage {stage}" for stage in range(4)), sep="   ")
     for n in (1, 2, 8, 64):
         row = [bytes_per_parameter(stage, n, costs) for stage in range(4)]
-        print(f"{n:>5} ranks       ", *(f"{value:7.2f}" for value in row), sep="   ")
+        print(
+            f"{n:>5} rank{'s' * (n > 1):1}       ", *(f"{value:7.2f}" for value in row), sep="   "
+        )
 
 # The paper's example: 7.5 billion parameters on 64 ranks, in GB (powers of ten).
 paper = [round(7.5 * bytes_per_parameter(stage, 64, MIXED), 1) for stage in range(4)]
@@ -123,7 +128,7 @@ for ax, (name, costs) in zip(
         ax.plot(ranks, values, label=f"stage {stage}")
     ax.set_xscale("log", base=2)
     ax.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
-    ax.set(xlabel=f"ranks ({name})", ylabel="bytes a parameter, on each rank", ylim=(0, 17))
+    ax.set(title=name, xlabel="ranks", ylabel="bytes a parameter, on each rank", ylim=(0, 17))
     ax.set_yticks(range(0, 17, 4))
 axes[1].set_ylabel("")
 fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
@@ -137,7 +142,7 @@ plots.show(
 )
 
 # %% [markdown]
-# The table above has the numbers. The floor is what a stage does not shard: with many ranks stage 1 ends at 8 bytes in float32 and at 4 in mixed precision. Activations are missing here. They depend on the samples of each rank, and no stage touches them.
+# The floor is what a stage does not shard: with many ranks stage 1 ends at 8 bytes in float32 and at 4 in mixed precision. Activations are missing here. They depend on the samples of each rank, and no stage touches them.
 #
 # ## By hand: flatten, pad, shard
 #
@@ -167,7 +172,7 @@ for n in (1, 2, 4):
     back = unflatten(torch.cat(shards), parameters)
     same = all(torch.equal(a, b) for a, b in zip(back, parameters, strict=True))
     padding = sum(map(len, shards)) - 9
-    print(f"{n} ranks: shards of {[len(s) for s in shards]}, padding {padding}, back again: {same}")
+    print(f"n = {n}: shards of {[len(s) for s in shards]}, padding {padding}, back again: {same}")
 
 # %% [markdown]
 # A training step of stage 2 is then: forward and backward as ever; **reduce-scatter** the flat gradients, so that each rank gets the sum of *its* shard only; step an ordinary Adam on that shard; **all-gather** the shards into whole parameters. Adam looks at each number alone, so it does not notice that it sees only some of them.
@@ -184,10 +189,10 @@ def my_device():
     return torch.device("cpu")
 
 
-def small_model(seed=0):
-    torch.manual_seed(seed)  # all ranks start equal
+def small_model(device=None):
+    torch.manual_seed(0)  # all ranks start equal
     layers = nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)
-    return nn.Sequential(*layers).double().to(my_device())
+    return nn.Sequential(*layers).double().to(device or my_device())
 
 
 def batches(steps, rank=0, n=1):
@@ -248,9 +253,7 @@ assert max(error for error, *_ in by_hand) < 1e-12
 # %% [markdown]
 # They agree to rounding. The difference need not be 0: one device sums over 16 samples, the ranks over 8 each and then add the two sums. In float64 that leaves an error near 1e-16 in each gradient. (Why float64? Adam divides a gradient by its own size, so where a gradient is nearly 0 its rounding error becomes a whole step. In float32 that would hide a real mistake.)
 #
-# This program still holds all gradients for a moment, before the reduce-scatter, and all parameters all the time. Stage 3 does the same layer by layer: gather a layer's parameters, use them, forget them.
-#
-# The two collectives have new names. Most programs that you will read use the old ones:
+# Written like this, it saves little but Adam's state: the parameters are there whole *and* as a shard, and for a moment the gradients twice, in `p.grad` and in the flat copy. Stage 3 works layer by layer: gather a layer's parameters, use them, forget them.
 
 
 # %% then="dist.reduce_scatter_tensor, dist.all_gather_into_tensor" now="dist.reduce_scatter_single, dist.all_gather_single" since="PyTorch 2.13"
@@ -271,19 +274,20 @@ assert same and (said or not hasattr(dist, "reduce_scatter_single"))
 # %% [markdown]
 # ## PyTorch's own: one change each
 #
-# | stage | API | change from DDP |
+# | stage | API | what happens |
 # |---|---|---|
-# | 1 | `ZeroRedundancyOptimizer` | another optimizer; DDP stays |
-# | like 2 | `fully_shard(module, reshard_after_forward=False)` | instead of DDP; gathered parameters stay from forward to backward |
-# | 3 | `fully_shard(module)` | instead of DDP; parameters are sharded again after each layer |
+# | 1 | DDP with `ZeroRedundancyOptimizer` | DDP as it was; each rank steps a part of the parameters, then broadcasts what is new to the others |
+# | like 2 | `fully_shard(module, reshard_after_forward=False)` | instead of DDP; between steps all three kinds are shards; parameters gathered in forward stay until backward |
+# | 3 | `fully_shard(module)` | the same, but parameters go after each layer's forward, and are gathered once more in backward |
 #
-# `fully_shard` is also called **FSDP2** (fully sharded data parallel). It does not lay everything end to end: it cuts *each parameter* into rows. Look at what one rank then has.
+# The module on which you call it last, from the inside to the outside, is the **root**: the whole model. If you do not say otherwise, what the *root* gathers for itself stays until backward, even in the last row.
+#
+# `fully_shard` is also called **FSDP2** (fully sharded data parallel). It does not cut one long flat tensor: it cuts *each parameter* into rows. The ranks come as a **mesh**, a grid of ranks; here it is a line of n. Look at what one rank then has.
 
 
 # %%
 # NBVAL_CHECK_OUTPUT
 def mesh_of(*shape, names=None):
-    """The ranks as a grid: here a line of n."""
     return init_device_mesh(my_device().type, shape, mesh_dim_names=names)
 
 
@@ -301,22 +305,40 @@ print(f"{'':10}{'type':>10}{'says':>10}{'rank 0 has':>14}{'rank 1 has':>14}")
 for (name, _, kind, says, zero), (*_, one) in zip(*views, strict=True):
     print(f"{name:10}{kind:>10}{says!s:>10}{zero!s:>14}{one!s:>14}")
 
+
+# %% then="FullyShardedDataParallel(model)" now="fully_shard(model)" since="PyTorch 2.6"
+def then_and_now():
+    then = "it runs"
+    try:
+        FullyShardedDataParallel(small_model())
+    except RuntimeError as refused:
+        then = str(refused)
+    now = fully_shard(small_model(), mesh=mesh_of(dist.get_world_size()))
+    return my_device().type, then, type(now).__name__
+
+
+where, then, now = launch(then_and_now, 2)[0]
+print(f"then, on {where}: {then}\nnow,  on {where}: {now}")
+assert where == "cuda" or "accelerator" in then
+
 # %% [markdown]
-# The parameters have become **DTensors** (distributed tensors): they speak of the whole shape and hold one shard, `to_local()`. Five rows on two ranks are 3 and 2. One row is 1 and *0*: a rank may have nothing of a parameter. (On the wire FSDP2 pads, so that all messages have the same length.)
+# The parameters have become **DTensors** (distributed tensors): they speak of the whole shape and hold one shard, `to_local()`. Five rows on two ranks are 3 and 2. One row is 1 and *0*: a rank may have nothing of a parameter.
+#
+# Older programs use `FullyShardedDataParallel` (FSDP1), which came from [FairScale](https://github.com/facebookresearch/fairscale); [PyTorch's tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html) calls it deprecated. Where there is no GPU it does not even start, as the cell above shows if you have none.
 #
 # ## Memory of a rank, with and without resharding
 #
-# A model with more parameters than activations: eight layers of 512 × 512 and one of 512 × 10, and 16 samples on each rank. Each call of `fully_shard` makes a **group**, which is gathered at once. So it is called for each layer, and then for the model, from the inside to the outside. "One group" is stage 3 of somebody who called it for the model only.
+# A model with more parameters than activations: eight layers of 512 × 512 and one of 512 × 10, and 16 samples on each rank. Each call of `fully_shard` makes a **group**, which is gathered at once. So it is called for each layer, and then for the model. "One group" is somebody who called `fully_shard(model)` only.
 
 # %%
 WIDTH, DEPTH, SAMPLES = 512, 8, 16
 METHODS = ["DDP", "stage 1", "like 2", "stage 3", "one group"]
 
 
-def make_model():
+def make_model(device=None):
     torch.manual_seed(0)
     layers = [m for _ in range(DEPTH) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 10)).to(my_device())
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 10)).to(device or my_device())
 
 
 def shard(model, groups=True, **options):
@@ -332,7 +354,8 @@ def build(method, model):
     if method in ("DDP", "stage 1"):
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
-        shard(model, groups=method != "one group", reshard_after_forward=method != "like 2")
+        options = {"reshard_after_forward": False} if method == "like 2" else {}
+        shard(model, groups=method != "one group", **options)
     if method == "stage 1":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
     else:
@@ -358,7 +381,7 @@ def train(model, optimizer, x, y, steps=1):
 # %% [markdown]
 # (`gradient_as_bucket_view=True` saves DDP a second copy of the gradients, so that the comparison is fair.) The meter counts after two steps, when Adam has its state.
 #
-# **Predict.** Two ranks, float32. DDP has 16 bytes a parameter. What do the others have after a step? And whose *peak* is lowest?
+# **Predict.** Two ranks, float32. DDP has 16 bytes a parameter. What do the others keep between steps? What does "like 2" hold right after the forward pass? And whose *peak* is lowest?
 
 
 # %%
@@ -405,7 +428,7 @@ print("lowest peak:", min(peaks, key=peaks.get))
 print("one group peaks above stage 3 by more than N:", peaks["one group"] - peaks["stage 3"] > N)
 
 # %%
-NAMES = [*KEPT, "activations", "other"]
+NAMES = [*KEPT, "activations", "other: gathered layers, buckets, buffers"]
 HATCHES = ["", "//", "..", "xx", "--"]
 fig, axes = plt.subplots(1, 3, figsize=(9.5, 4.0), sharey=True)
 for ax, method in zip(axes, ("DDP", "like 2", "stage 3"), strict=True):
@@ -417,7 +440,7 @@ for ax, method in zip(axes, ("DDP", "like 2", "stage 3"), strict=True):
     for name, place in run["begins"].items():
         ax.axvline(place, color="black", linestyle=":", linewidth=1.2, marker="")
         ax.text(place, 1.02, name, fontsize=9, ha="center", transform=ax.get_xaxis_transform())
-    ax.set(xlabel=f"{method}: changes, in order", ylabel="MiB on rank 0")
+    ax.set(title=f"{method}\n", xlabel="one change after the other", ylabel="MiB on rank 0")
     ax.margins(x=0)
 for ax in axes[1:]:
     ax.set_ylabel("")
@@ -434,16 +457,21 @@ plots.show(
 )
 
 # %% [markdown]
-# "Other" is where the gathered layers are. Without resharding they pile up during the forward pass, as "after forward" in the table says: all parameters are there once more. In stage 3 a layer is gathered, used, and forgotten; it comes again for the backward pass. The peak is above what is kept, because a gathered layer, the next one and their whole gradients need room. "One group" gathers everything at once, and has all whole gradients at once: its peak says why you call `fully_shard` for the layers too. (DDP's gradients count as "other" until backward has ended, because DDP makes them as parts of its buckets. Activations are too thin to see here. A peak may differ a little from run to run, because the thread that sends a buffer lets go of it a little later or sooner.)
+# The x axis is no time: each allocation or release is one place, and the panels have different numbers of them. "Other" is where the gathered layers are. In "like 2" they pile up during the forward pass. In stage 3 a layer is gathered, used, and forgotten; it comes again for the backward pass. The peak is above what is kept, because a gathered layer, the next one and their whole gradients need room. "One group" gathers everything at once and has all whole gradients at once, and being the root it does not even let go after the forward pass (see "after forward" in the table): call `fully_shard` for the layers too.
+#
+# Three details of the figure. DDP makes its gradients inside its buckets, so they count as "other" until backward has ended. The teeth during `step` are Adam's intermediate results. And a peak may differ a little from run to run, because the thread that sends a buffer may let go of it late; so does what is left of "other" in the sharded `step`.
 #
 # Between steps "like 2" keeps as little as stage 3, less than the paper's stage 2: what it keeps whole it keeps only between forward and backward.
 #
 # ## What it costs: bytes sent
 #
 # To see the traffic, listen to PyTorch's dispatcher: every operation passes it, collectives too, under the name `c10d`. The counter notes the bytes of the *whole* tensor, the larger side of a collective. From it follows what a rank has to send. In a ring of p ranks, a reduce-scatter, an all-gather or a broadcast of N bytes makes each rank send (p−1)/p · N on average, and an all-reduce twice that (lesson 04 counts that of the all-reduce).
+#
+# **Predict.** N is the bytes of all parameters. With two ranks DDP's all-reduce makes a rank send N bytes a step. How much does each of the others make it send? Remember the layers that are gathered twice, and the root.
 
 
 # %%
+# NBVAL_CHECK_OUTPUT
 class Wire(TorchDispatchMode):
     """Bytes of the whole tensor, and number of calls, of each kind of collective."""
 
@@ -479,24 +507,28 @@ def listen(method):
     return dict(wire.whole), dict(wire.calls), wire.sent(dist.get_world_size())
 
 
-# %% [markdown]
-# **Predict.** N is the bytes of all parameters. With two ranks DDP's all-reduce makes a rank send N bytes a step. How much does each of the others make it send? Remember the layers that are gathered twice.
+def five_rows():
+    layer = nn.Linear(4, 5, bias=False).to(my_device())
+    fully_shard(layer, mesh=mesh_of(dist.get_world_size()))
+    with Wire() as wire:
+        layer(torch.zeros(1, 4, device=my_device()))
+    return wire.whole["all-gather"]
 
-# %%
-# NBVAL_CHECK_OUTPUT
+
 traffic, _ = launch(lambda: {method: listen(method) for method in METHODS}, 2)
 for method, (whole, calls, sent) in traffic.items():
     texts = [f"{kind} {whole[kind] / N:.0f} N in {calls[kind]}" for kind in sorted(whole)]
     print(f"{method:10}{', '.join(texts):48} a rank sends {sent / N:.1f} N")
+print("a weight of 5 × 4 is", 5 * 4 * 4, "bytes, its all-gather", launch(five_rows, 2)[0])
 
 # %% [markdown]
-# Gathering once costs nothing extra: reduce-scatter and all-gather are the two halves of an all-reduce. Gathering again for the backward pass costs half as much again. That is the price of stage 3. `ZeroRedundancyOptimizer` pays as much, without need: DDP has already all-reduced all gradients when the optimizer broadcasts the new parameters. Groups decide the number of messages (the last number of each entry), not the bytes.
+# Gathering once costs nothing extra: reduce-scatter and all-gather are the two halves of an all-reduce. Gathering again for the backward pass costs half as much again. That is the price of stage 3. "One group" does not pay it, because it is the root; its price is the peak. Stage 1 pays as much as stage 3, without need: DDP has already all-reduced all gradients when the optimizer broadcasts the new parameters. Groups decide the number of messages (the last number of each entry), not the bytes.
 #
-# This counts bytes, not time. FSDP2 can gather the next layer while this one computes; how much of the time that hides depends on the link.
+# The last line shows that FSDP2 **pads**: 5 rows on two ranks are 3 and 2, and a row of zeros makes the two messages equally long. All this counts bytes, not time. How much of the time hides behind computing depends on the link.
 #
 # ## The same weights as DDP
 #
-# Less memory, other messages: is it still the same training? Three steps of each method, then the whole weights are put together again: `full_tensor()`, an all-gather on all ranks.
+# Less memory, other messages: is it still the same training? Two steps of each method, then the whole weights are put together again: `full_tensor()`, an all-gather on all ranks.
 
 
 # %%
@@ -504,7 +536,7 @@ for method, (whole, calls, sent) in traffic.items():
 def final_weights(method):
     model, optimizer = build(method, make_model().double())
     x, y = make_batch()
-    train(model, optimizer, x.double(), y, steps=3)
+    train(model, optimizer, x.double(), y, steps=2)
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return torch.cat([p.detach().flatten() for p in whole])
 
@@ -517,7 +549,7 @@ def one_device_weights():
     x, y = (torch.cat(parts).to(my_device()) for parts in zip(*halves, strict=True))
     model = make_model().double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    train(model, optimizer, x.double(), y, steps=3)
+    train(model, optimizer, x.double(), y, steps=2)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -537,12 +569,8 @@ for method, (to_ddp, to_one) in different.items():
     print(f"as one device, below 1e-10: {to_one < 1e-10}")
     assert to_ddp < 1e-10 and to_one < 1e-10
 
-# %%
-for method, (to_ddp, to_one) in different.items():
-    print(f"{method:10}largest difference to DDP {to_ddp:.1e}, to one device {to_one:.1e}")
-
 # %% [markdown]
-# Two ranks add two numbers, and a + b is b + a. So between the methods little or no difference is left; with more ranks the order of the additions may differ, and with it the last bits. To one device there is always some: it adds the samples in another order.
+# The same to rounding, as before. Neither difference need be 0: one device adds the samples in another order, and with many ranks the methods add the ranks' sums in different orders too.
 #
 # ## Mixed precision: gather in 16 bits
 #
@@ -556,49 +584,74 @@ for method, (to_ddp, to_one) in different.items():
 half, full = torch.bfloat16, torch.float32
 POLICIES = {
     "float32": MixedPrecisionPolicy(),
-    "gather 16 bits": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full),
-    "both 16 bits": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half),
+    "gather 16 bits": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full, output_dtype=full),
+    "both 16 bits": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half, output_dtype=full),
 }
 
 
 def with_policy(policy):
-    model = shard(make_model(), mp_policy=policy, reshard_after_forward=True)
+    model = shard(make_model(), mp_policy=policy)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     x, y = make_batch()
     losses = [train(model, optimizer, x, y) for _ in range(3)]
     with Wire() as wire:
         losses.append(train(model, optimizer, x, y))
     kinds = {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
-    return losses, wire.sent(2), model(x).dtype, kinds
+    return losses, wire.sent(2), kinds
 
 
 policies, _ = launch(lambda: {name: with_policy(p) for name, p in POLICIES.items()}, 2)
-print(f"{'':16}{'sent':>8}{'output':>18}{'shards':>16}{'their gradients':>18}")
-for name, (_, sent, output, kinds) in policies.items():
+print(f"{'':16}{'sent':>8}{'shards':>16}{'their gradients':>18}")
+for name, (_, sent, kinds) in policies.items():
     kept, gradients = (", ".join(str(kind) for kind in each) for each in kinds)
-    print(f"{name:16}{sent / N:6.2f} N{output!s:>18}{kept:>16}{gradients:>18}")
+    print(f"{name:16}{sent / N:6.2f} N{kept:>16}{gradients:>18}")
 
 # %%
 for name, (losses, *_) in policies.items():
     off = abs(losses[-1] - policies["float32"][0][-1]) / policies["float32"][0][-1]
-    line = " ".join(f"{loss:.4f}" for loss in losses)
-    print(f"{name:16}loss of rank 0: {line}  ({off:.1%} from float32)")
+    line = " ".join(f"{loss:.5f}" for loss in losses)
+    print(f"{name:16}loss of rank 0: {line}  ({off:.4%} from float32)")
     assert losses[-1] < losses[0] and off < 0.05, "16 bits round, but they learn the same"
+print(
+    "the first loss, if it were rounded to bfloat16:",
+    torch.tensor(policies["float32"][0][0]).to(half).item(),
+)
 
 # %% [markdown]
-# The gathered parameters are half as large on the wire and while they are there. The output comes in 16 bits too, unless the policy says `output_dtype=torch.float32`. What Adam works on is float32, as in mixed precision of the first table, but without its extra copy: the float32 shard *is* the copy. Reducing in bfloat16 rounds each sum to 8 digits of base two. With two ranks that is one addition; with hundreds it is worth a thought, so `reduce_dtype=torch.float32` is the careful choice.
+# The gathered parameters are half as large on the wire. The computing inside is in 16 bits, so the losses differ from float32, a little. Without `output_dtype=torch.float32` the output would be in 16 bits, and the loss with it: the last line shows how coarse that is. What Adam works on is float32, as in mixed precision of the first table, but without its extra copy: the float32 shard *is* the copy. Reducing in bfloat16 rounds each sum to 8 bits. With two ranks that is one addition; with hundreds it is worth a thought, so `reduce_dtype=torch.float32` is the careful choice.
 #
 # ## Save sharded, load on another number of ranks
 #
-# No rank has the whole model, and none should need to. `torch.distributed.checkpoint` (here `dcp`) lets each rank write its own shards, and a small file that says what lies where. When it loads, each rank reads what *it* needs, however many ranks there are now.
+# So far every rank *built* the whole model and cut it then. A model that does not fit would fail there. On the **meta device** tensors have shapes and no memory: build there, shard, and only then ask for memory. The numbers in it are undefined, until you load them.
 
 
 # %%
-def sharded(n):
-    """A model and its Adam; whole when there is one rank."""
-    model = small_model(seed=n)  # other numbers for each n: only a load can make them equal
-    if n > 1:
-        fully_shard(model, mesh=mesh_of(n))
+def building(meta):
+    device = torch.device("meta") if meta else my_device()
+    with memory.meter(device=my_device()) as meter:
+        with device:
+            model = shard(make_model(device))
+        if meta:
+            model.to_empty(device=my_device())  # room for the shards, without numbers
+    return meter.peak
+
+
+for where, meta in {"the device": False, "meta": True}.items():
+    print(f"built on {where:10}: peak {launch(building, 2, meta)[0] / N:.1f} N")
+
+# %% [markdown]
+# `torch.distributed.checkpoint` (here `dcp`) lets each rank write its own shards, and a small file that says what lies where. When it loads, each rank reads what *it* needs, however many ranks there are now.
+
+
+# %%
+def sharded(device):
+    """A model and its Adam; whole when there is one rank. From "meta": without numbers."""
+    with torch.device(device):
+        model = small_model(device=device)
+    if dist.get_world_size() > 1:
+        fully_shard(model, mesh=mesh_of(dist.get_world_size()))
+    if device == "meta":
+        model.to_empty(device=my_device())
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
@@ -615,7 +668,7 @@ def all_state(model, optimizer):
 
 def save(folder):
     rank, n = dist.get_rank(), dist.get_world_size()
-    model, optimizer = sharded(n)
+    model, optimizer = sharded(my_device())
     for x, y in batches(3, rank, n):
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
@@ -626,15 +679,15 @@ def save(folder):
 
 
 def load(folder):
-    model, optimizer = sharded(dist.get_world_size())
-    of_model, of_optimizer = get_state_dict(model, optimizer)
+    model, optimizer = sharded("meta")
+    of_model, of_optimizer = get_state_dict(model, optimizer)  # makes Adam's state if there is none
     state = {"model": of_model, "optimizer": of_optimizer}
     dcp.load(state, checkpoint_id=folder)  # in place: each rank reads its part
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     rows = [len(p.to_local() if hasattr(p, "to_local") else p) for p in model.parameters()]
-    return all_state(model, optimizer), rows
+    return all_state(model, optimizer), rows, list(of_model)
 
 
 # %%
@@ -646,19 +699,20 @@ with tempfile.TemporaryDirectory() as folder:
         # Four ranks share the devices of two, where there are not more: nothing is timed here.
         answers = launch(load, n, folder, oversubscribe=n > 2)
         equal = all(
-            torch.equal(a, b) for loaded, _ in answers for a, b in zip(loaded, saved, strict=True)
+            torch.equal(a, b) for loaded, *_ in answers for a, b in zip(loaded, saved, strict=True)
         )
-        print(f"{n} ranks: first weight's rows {[rows[0] for _, rows in answers]}, equal: {equal}")
+        print(f"n = {n}: first weight's rows {[rows[0] for _, rows, _ in answers]}, equal: {equal}")
         assert equal
+    print("names of the parameters:", answers[0][2])
 
 # %% [markdown]
-# Equal to the last bit, and Adam's state too, on one rank, on two, and on four. Nine rows on four ranks are 3, 3, 3 and none. Only the *file* knew of two ranks.
+# Equal to the last bit, and Adam's state too, on one rank, on two, and on four. Nine rows on four ranks are 3, 3, 3 and none. The names have no `module.` prefix, as DDP's have, so the file also fits the model without FSDP: the load on one rank shows it.
 #
-# The state dictionaries' names come from the model, not from the wrapper: no `module.` prefix, so the file also fits the model without FSDP, as the load on one rank shows.
+# ## Optional: together with tensor parallelism
 #
-# ## Together with tensor parallelism
+# This part rests on [lesson 08](08_model_and_pipeline_parallel.ipynb). Without it go on to the first mistake.
 #
-# Four ranks make a 2-D **mesh**: two rows, two columns. Along one dimension a layer is split as in [lesson 08](08_model_and_pipeline_parallel.ipynb): the first weight by its output (`ColwiseParallel`), the second by its input (`RowwiseParallel`). Along the other, `fully_shard` shards what is left over the replicas. The two ranks of a tensor-parallel pair see the *same* samples.
+# Four ranks make a 2-D **mesh**: two rows, two columns. Along one dimension a layer is split: the first weight by its output (`ColwiseParallel`), the second by its input (`RowwiseParallel`). Along the other, `fully_shard` shards what is left over the replicas. The two ranks of a tensor-parallel pair see the *same* samples.
 #
 # Where you have fewer than four devices, four ranks share them. Timings would mean nothing; results do.
 #
@@ -724,7 +778,7 @@ assert error < 1e-12
 
 # %%
 # NBVAL_CHECK_OUTPUT
-def five_losses(optimizer_first):
+def four_losses(optimizer_first):
     model = make_model()
     if optimizer_first:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -732,14 +786,14 @@ def five_losses(optimizer_first):
     if not optimizer_first:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     x, y = make_batch()
-    losses = [train(model, optimizer, x, y) for _ in range(5)]
+    losses = [train(model, optimizer, x, y) for _ in range(4)]
     mine = {id(p) for p in model.parameters()}
     shared = sum(id(p) in mine for group in optimizer.param_groups for p in group["params"])
     return losses, shared
 
 
 orders = {"optimizer first": True, "shard first": False}
-answers, _ = launch(lambda: [five_losses(first) for first in orders.values()], 2)
+answers, _ = launch(lambda: [four_losses(first) for first in orders.values()], 2)
 for name, (losses, shared) in zip(orders, answers, strict=True):
     still, learns = losses[-1] == losses[0], losses[-1] < losses[0]
     print(f"{name:16} loss stands still: {still}, falls: {learns}; parameters in common: {shared}")
@@ -759,23 +813,31 @@ def norms():
     x, y = make_batch()
     F.cross_entropy(model(x), y).backward()
     mine = torch.cat([p.grad.to_local().flatten() for p in model.parameters()]).norm()
-    total = mine.square()
+    squares = mine.square()
+    total = squares.clone()
     dist.all_reduce(total)
     torchs = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1e9)  # clips nothing: the norm
     ddp = DistributedDataParallel(make_model())
     F.cross_entropy(ddp(x), y).backward()
     want = torch.cat([p.grad.flatten() for p in ddp.parameters()]).norm()
-    return [n.item() / want.item() for n in (mine, total.sqrt(), torchs.full_tensor())]
+    # Each rank clips to 1 by its own norm: the cosine between that step of SGD and the right one.
+    products = torch.stack([squares / mine, squares / mine**2, squares])
+    dist.all_reduce(products)
+    cosine = products[0] / (products[1] * products[2]).sqrt()
+    norms = [n.item() / want.item() for n in (mine, total.sqrt(), torchs.full_tensor())]
+    return norms, math.degrees(math.acos(cosine.item()))
 
 
-ratios = launch(norms, 2)
+answers = launch(norms, 2)
 for number, name in enumerate(["of my shards", "squares all-reduced", "clip_grad_norm_"]):
-    right = [abs(ratio[number] - 1) < 1e-5 for ratio in ratios]
-    print(f"{name:20} equals DDP's norm on rank 0, rank 1: {right}")
-print("two ranks, two different norms:", abs(ratios[0][0] - ratios[1][0]) > 1e-4)
+    of_ddp = [f"{ratios[number]:.2f}" for ratios, _ in answers]
+    print(f"{name:20} in parts of DDP's norm, rank 0 and rank 1: {of_ddp}")
+print(f"clipped by the norms of the shards, SGD steps {answers[0][1]:.0f} degrees off")
+assert abs(answers[0][0][1] - 1) < 1e-5 and abs(answers[0][0][2] - 1) < 1e-5
+assert answers[0][1] > 1, "another direction"
 
 # %% [markdown]
-# With a norm of its own each rank scales its shards by another factor, and the step points in another direction. Nothing tells you, because no two ranks hold the same number that could be compared. `torch.nn.utils.clip_grad_norm_` knows DTensors; what you compute from `to_local()` yourself needs an all-reduce of the squares.
+# With a norm of its own each rank scales its shards by another factor, and so the step points in another direction, not only further. Nothing tells you, because no two ranks hold the same number that could be compared. `torch.nn.utils.clip_grad_norm_` knows DTensors; what you compute from `to_local()` yourself needs an all-reduce of the squares.
 #
 # ## Break it: rank 0 saves
 #
@@ -797,15 +859,15 @@ def all_ranks_call():
     return len(get_model_state_dict(shard(small_model()), options=WHOLE))
 
 
+print("all ranks call it, entries on rank 0 and rank 1:", launch(all_ranks_call, 2))
 try:
     launch(rank_0_saves, 2, timeout=6)
 except LaunchTimeout as deadline:
     hung = str(deadline)
 else:
     raise AssertionError("rank 0 alone must hang")
-print("rank 1 has returned:", "rank 1 has returned" in hung)
+print("only rank 0 calls it: rank 1 has returned:", "rank 1 has returned" in hung, end="; ")
 print("rank 0 has returned:", "rank 0 has returned" in hung)
-print("all ranks call it, entries on rank 0 and rank 1:", launch(all_ranks_call, 2))
 
 # %%
 print(*(line for line in hung.splitlines() if line and not line.startswith(" ")), sep="\n")
@@ -813,34 +875,11 @@ print(*(line for line in hung.splitlines() if line and not line.startswith(" "))
 # %% [markdown]
 # The symptom is a hang. The launch says where each rank is: rank 0 waits inside a call that needs everybody, and rank 1 has passed it by. The cure: all ranks call it. With `cpu_offload=True` rank 0 gets the whole dictionary, and the others an empty one. For anything that is large, save sharded instead.
 #
-# ## Then → now
+# ## Which stage, then?
 #
-# [FairScale](https://github.com/facebookresearch/fairscale)'s `FullyShardedDataParallel` moved into PyTorch as `torch.distributed.fsdp.FullyShardedDataParallel` (FSDP1), and [PyTorch's tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html) calls that deprecated today: `fully_shard` replaces it. FSDP1 also refuses to run without an accelerator, so this course could not have taught it on a CPU.
-
-
-# %% then="FullyShardedDataParallel(model)" now="fully_shard(model)" since="PyTorch 2.6"
-def then_and_now():
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    then = "it runs"
-    try:
-        FullyShardedDataParallel(small_model())
-    except RuntimeError as refused:
-        then = str(refused)
-    now = fully_shard(small_model(), mesh=mesh_of(dist.get_world_size()))
-    return my_device().type, then, type(now).__name__
-
-
-where, then, now = launch(then_and_now, 2)[0]
-print(f"then, on {where}: {then}\nnow,  on {where}: {now}")
-assert where == "cuda" or "accelerator" in then
-
-# %% [markdown]
-# ## From a shell, and what this machine cannot show
+# When DDP fits, take DDP. When it does not, take "like 2": in the tables above it keeps as little as stage 3 between steps and sends no more than DDP. When the gathered parameters do not fit either, take stage 3. Stage 1 keeps more than "like 2" here, peaks higher and sends more; it is for programs whose DDP must stay. All this was about bytes. Whether the all-gather of the next layer hides behind this layer's computing depends on the GPU and the links, so measure it on the machine that you will use.
 #
-# As a script the training functions start with `dist.init_process_group()`, and this starts them: `torchrun --standalone --nproc-per-node=2 train.py`. On several machines FSDP2 changes nothing but the mesh.
-#
-# Two cores show memory, bytes and equality. They do not show speed: whether the all-gather of the next layer hides behind this layer's computing depends on the GPU and the links, and CUDA's allocator rounds up what the budget counts exactly. Which stage, then? The lowest that fits. When DDP fits, nothing here is faster by itself. When only the optimizer's state is too much, do not reshard. When the parameters are too much, stage 3.
+# As a script the training functions start with `dist.init_process_group()`, and this starts them: `torchrun --standalone --nproc-per-node=2 train.py`.
 #
 # ## Exercise
 #

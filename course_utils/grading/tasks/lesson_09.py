@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from typing import Any
 
 from ..task import Finding, Task, Wrong, describe, is_list, is_number, item
@@ -92,8 +93,8 @@ def _memory_why(case: dict, want: dict, answer: Any) -> str:
         if not is_number(got):
             return f"{words}{kind}: a number of bytes was expected, not {describe(got)}"
         if got != want[kind]:
-            how = "more" if got > want[kind] else "less"
-            return f"{words}your {kind} take {how} than a rank has to keep"
+            how = "more" if got > want[kind] else "fewer"
+            return f"{words}you count {how} bytes for the {kind} than a rank has to keep"
     return ""
 
 
@@ -288,23 +289,38 @@ def _shards_run(student, inputs: dict) -> dict:
     def listed(value):
         return value.tolist() if isinstance(value, torch.Tensor) else value
 
-    def made(tensors):
-        return [torch.tensor(tensor) for tensor in tensors]
+    def made(tensors, dtype=torch.float32):
+        return [torch.tensor(tensor, dtype=dtype) for tensor in tensors]
+
+    def attempt(function, *args):
+        """The answer, or the error as a text: the judge names the case that raised it."""
+        try:
+            return function(*args)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:300]
 
     cases = []
-    for case in inputs["cases"]:
-        n, tensors = case["n"], made(case["tensors"])
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        flats = [student.shard(made(case["tensors"]), rank, n) for rank in range(n)]
-        back = student.unshard([torch.tensor(flat) for flat in case["flats"]], shapes)
+    for number, case in enumerate(inputs["cases"]):
+        n = case["n"]
+        dtype = torch.bfloat16 if number == 4 else torch.float32  # up to 99 it is exact
+        shapes = [tuple(tensor.shape) for tensor in made(case["tensors"])]
+        flats = [attempt(student.shard, made(case["tensors"], dtype), rank, n) for rank in range(n)]
+        kept = [getattr(flat, "dtype", dtype) == dtype for flat in flats]
+        given = [torch.tensor(flat, dtype=dtype) for flat in case["flats"]]
+        back = attempt(student.unshard, given, shapes)
         back = [listed(b) for b in back] if isinstance(back, (list, tuple)) else back
-        cases.append({"flats": [listed(flat) for flat in flats], "back": back})
+        cases.append({"flats": [listed(flat) for flat in flats], "kept": kept, "back": back})
 
     shard, unshard, together = student.shard, student.unshard, inputs["together"]
-    pair = [shard(made(together), rank, 2) for rank in range(2)]
+    pair = [attempt(shard, made(together), rank, 2) for rank in range(2)]
     flat = all(isinstance(p, torch.Tensor) and p.dim() == 1 and len(p) for p in pair)
     if not flat or len(pair[0]) != len(pair[1]):
         # Messages of different lengths would leave the ranks waiting for each other.
+        return {"cases": cases, "together": "not run"}
+    sizes = [tuple(tensor.shape) for tensor in made(together)]
+    if isinstance(attempt(unshard, pair, sizes), str):
         return {"cases": cases, "together": "not run"}
 
     def there_and_back(together):
@@ -340,20 +356,22 @@ def _same(got: Any, want: Any) -> bool:
 
 
 def _flat_why(words: str, rank: int, flat: Any, want: list) -> str:
+    words = f"{words}, rank {rank}"
+    if type(flat) is str:
+        return f"{words}: shard raises {flat}"
     if not is_list(flat) or not all(is_number(value) for value in flat):
-        return f"{words}, rank {rank}: a tensor of one dimension was expected, not {describe(flat)}"
+        return f"{words}: a tensor of one dimension was expected, not {describe(flat)}"
     if _same(flat, want):
         return ""
-    if len(flat) != len(want):
-        how = "longer" if len(flat) > len(want) else "shorter"
-        return f"{words}, rank {rank}: the shard is {how} than its rows with their padding"
-    if flat.count(0.0) != want.count(0.0):
-        return f"{words}, rank {rank}: the padding is not zeros, or not as many as rows are missing"
-    if sorted(flat) == sorted(want):
-        return f"{words}, rank {rank}: the right numbers, in another order"
-    if any(value not in want for value in flat):
-        return f"{words}, rank {rank}: it has rows that belong to another rank"
-    return f"{words}, rank {rank}: its rows are not those that torch.chunk gives it"
+    rows, goal = ([value for value in values if value] for values in (flat, want))
+    if sorted(rows) == sorted(goal):
+        if len(flat) != len(want):
+            how = "many" if len(flat) > len(want) else "few"
+            return f"{words}: the right rows, with too {how} zeros"
+        return f"{words}: the right numbers, in another order"
+    if len(flat) == len(want) and len(rows) > len(goal) and not Counter(goal) - Counter(rows):
+        return f"{words}: the right rows, but other numbers than zeros where rows are missing"
+    return f"{words}: its rows are not those that torch.chunk gives this rank"
 
 
 def _shards_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
@@ -366,27 +384,40 @@ def _shards_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         for rank, (flat, goal) in enumerate(zip(flats, want["flats"], strict=True)):
             about = case["about"]
             why[about] = why[about] or _flat_why(words, rank, flat, goal)
+            if item(item(answer, "kept"), rank) is not True:
+                other = f"{words}, rank {rank}: the shard has another type than the parameters"
+                why[about] = why[about] or other
         lengths = {len(flat) if is_list(flat) else -1 for flat in flats}
         if len(lengths) > 1 or lengths & {-1, 0}:
             why["length"] = why["length"] or f"{words}: the ranks' shards differ in length"
         back = item(answer, "back")
         if not why["back"] and not _same(back, want["back"]):
-            if not is_list(back, len(rows)):
+            if type(back) is str:
+                why["back"] = f"{words}: unshard raises {back}"
+            elif not is_list(back, len(rows)):
                 number_of = f"{len(rows)} tensors were expected"
                 why["back"] = f"{words}: {number_of}, not {describe(back)}"
             else:
                 bad = next(i for i, t in enumerate(want["back"]) if not _same(back[i], t))
                 shaped = _shape(back[bad]) == _shape(want["back"][bad])
-                what = "numbers" if shaped else "shape"
-                why["back"] = f"{words}: parameter {bad} comes back with another {what}"
+                what = "other numbers" if shaped else "another shape"
+                why["back"] = f"{words}: parameter {bad} comes back with {what}"
     together = item(got, "together")
-    not_run = "not run: on two ranks the shards differ in length, or are not flat tensors"
+    not_run = "not run: mend what fails above on 2 ranks first"
     wrong = "a rank did not get back what went in"
     ranks = "" if _same(together, expected["together"]) else wrong
     return [
         Finding("all ranks' shards have the same length", 1, why["length"]),
-        Finding("a rank has its rows, one parameter after the other", 1, why["even"]),
-        Finding("zeros stand for the rows that are missing", 1, why["uneven"]),
+        Finding(
+            "where n divides the rows: each rank has its rows, one parameter after the other",
+            1,
+            why["even"],
+        ),
+        Finding(
+            "where it does not: the rows of torch.chunk, and zeros for the missing ones",
+            1,
+            why["uneven"],
+        ),
         Finding("unshard gives back every parameter", 1, why["back"]),
         Finding("there and back on two ranks", 1, not_run if together == "not run" else ranks),
     ]
@@ -562,6 +593,36 @@ def shard(parameters, rank, n):
 """
             + _UNSHARD,
             4,
+        ),
+        Wrong(
+            "zeros of torch's default type",
+            _IMPORTS
+            + """
+def shard(parameters, rank, n):
+    parts = []
+    for p in parameters:
+        height = -(-len(p) // n)
+        rows = p[rank * height : (rank + 1) * height]
+        parts.append(torch.cat([rows, torch.zeros(height - len(rows), *p.shape[1:])]).flatten())
+    return torch.cat(parts)
+"""
+            + _UNSHARD,
+            4,
+        ),
+        Wrong(
+            "as many chunks as ranks are taken for granted",
+            _IMPORTS
+            + """
+def shard(parameters, rank, n):
+    parts = []
+    for p in parameters:
+        rows = p.chunk(n)[rank]
+        missing = -(-len(p) // n) - len(rows)
+        parts.append(torch.cat([rows, p.new_zeros(missing, *p.shape[1:])]).flatten())
+    return torch.cat(parts)
+"""
+            + _UNSHARD,
+            2,
         ),
     ),
 )
