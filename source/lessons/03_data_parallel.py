@@ -144,7 +144,7 @@ for number, (name, (nodes, gpus, link)) in enumerate(CASES.items()):
             block(ax, place, 0.35, 0.15, 0.3, plots.COLOURS[2], text="GPU")
     ax.text(0.5, 0.1, link, ha="center", fontsize=8)
     ax.text(0.5, 0.82, name, ha="center", fontsize=9, fontweight="bold")
-    ax.set(xlim=(0, 1), ylim=(0, 0.95))
+    ax.set(xlim=(0, 1), ylim=(-0.2, 0.95))
     ax.axis("off")
 legend = {"stored": (plots.COLOURS[5], ""), "borrowed for a moment": ("white", "//")}
 legend["seen of the batch (below the first layer)"] = (plots.COLOURS[4], "")
@@ -485,7 +485,7 @@ ax.set(xlabel="work", ylabel="speed-up with two workers (×)", ylim=(0, None))
 ax.grid(axis="x", visible=False)
 ax.legend(loc="upper left", bbox_to_anchor=(0, 1.0), ncols=2)
 ax.set_ylim(0, 1.2 * max(2, ax.get_ylim()[1] / 1.2))
-each = ", ".join(f"{name} {ratio.median:.2f}" for name, ratio in gap.items())
+each = "; ".join(f"{name}: {ratio.median:.2f}" for name, ratio in gap.items())
 ax.set_title(f"Speed-up of processes over that of threads:\n{each}", fontsize=11)
 plots.show(
     fig,
