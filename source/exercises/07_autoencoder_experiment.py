@@ -81,7 +81,7 @@ check("07-iterations")
 #
 # A report has rows like this one: `{"devices": 2, "batch": 64, "seconds": 31.0}`. `batch` is per device; `seconds` are for the same number of epochs over the same images in all rows. Write `efficiencies(rows)`: a list with one entry for each row, in the rows' order.
 #
-# - **Efficiency** is the speed-up divided by the number of devices, as in lesson 02. Do not round.
+# - **Efficiency** is the speed-up divided by the number of devices; the speed-up is the time of one device over the time of this row. Do not round.
 # - Compare only rows that differ in nothing but the number of devices: the row of *one* device with the *same batch*.
 # - Where the table has no such row, the entry is `None`: nothing can be said.
 #
@@ -114,7 +114,7 @@ check("07-efficiency")
 #
 # Write the two loaders of `ShardedData`. They give batches of at most `self.batch` images, and the check asks them on **two real ranks**, with an odd and an even number of images. The process group exists, so `dist.get_rank()` and `dist.get_world_size()` work.
 #
-# - **Training**: no image is seen twice in an epoch, by whatever rank. Both ranks get the same number of images, or DDP would hang; so with an odd number one image is left out of an epoch. Each epoch has another order: as Lightning does, the check calls `loader.sampler.set_epoch(epoch)` if there is such a method.
+# - **Training**: no image is seen twice in an epoch, by whatever rank. The ranks' random generators are *not* seeded alike, so a shuffle needs a seed that all ranks share. Both ranks get the same number of images, or DDP would hang; so with an odd number one image is left out of an epoch. Each epoch has another order: as Lightning does, the check calls `loader.sampler.set_epoch(epoch)` if there is such a method.
 # - **Validation**: every image counts exactly once. Here the ranks may have unequal numbers.
 
 

@@ -15,7 +15,8 @@ def _iteration_inputs(seed: int) -> list:
     cases = []
     for drop_last in (False, True):
         # plain: the last batch is short. padded: the images that the sampler repeats fill it.
-        for kind in ("plain", "plain", "padded", "padded", "exact", "tiny"):
+        # more: a single batch more than full ones, which only the sampler's rounding up gives.
+        for kind in ("plain", "plain", "padded", "padded", "more", "more", "exact", "tiny"):
             devices, batch = rng.randint(2, 6), rng.randint(5, 130)
             full = rng.randint(3, 40)
             n = devices * batch * full
@@ -23,6 +24,8 @@ def _iteration_inputs(seed: int) -> list:
                 n += devices * rng.randint(1, batch - 2)
             elif kind == "padded":
                 n -= rng.randint(1, devices - 1)
+            elif kind == "more":
+                n += rng.randint(1, devices - 1)
             elif kind == "tiny":
                 n = devices * rng.randint(2, batch - 1)
             cases.append(
@@ -71,7 +74,9 @@ def _iteration_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             f"n = {case['n']}, devices = {case['devices']}, batch = {case['batch']}, "
             f"drop_last = {case['drop_last']}"
         )
-        if type(answer) is not int:
+        if type(answer) is float:
+            text = f"for {where}: the type int was expected, not float"
+        elif type(answer) is not int:
             text = f"for {where}: a whole number was expected, not {describe(answer)}"
         elif answer != want:
             text = f"for {where}: there are too {'many' if answer > want else 'few'}"
@@ -127,6 +132,17 @@ def iterations(n, devices, batch, drop_last):
             """
 def iterations(n, devices, batch, drop_last):
     return n // batch if drop_last else -(-n // batch)
+""",
+            0,
+        ),
+        Wrong(
+            "the share is rounded down, as if the sampler left images out",
+            """
+import math
+def iterations(n, devices, batch, drop_last):
+    if drop_last:
+        return math.ceil(n / devices) // batch
+    return math.ceil((n // devices) / batch)
 """,
             0,
         ),
@@ -203,8 +219,16 @@ def _efficiency_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
                 if not close(value, goal):
                     alone = alone or f"{where}: one device is compared with itself"
             elif not close(value, goal):
-                speedup = close(value, goal * row["devices"])
-                hint = "that is the speed-up" if speedup else "compared with the wrong row?"
+                others = [r["seconds"] for r in rows if r["devices"] == 1]
+                hint = "neither the right number nor that of another row of one device"
+                if close(value, goal * row["devices"]):
+                    hint = "that is the speed-up"
+                elif close(value, goal, 0.02):
+                    hint = "nearly right: rounded?"
+                elif any(close(value, s / row["seconds"] / row["devices"]) for s in others):
+                    hint = "compared with a row of another batch"
+                elif close(value, 1 / goal) or close(value, 1 / goal / row["devices"] ** 2):
+                    hint = "a ratio is upside down"
                 if value is None or not close(value, value):
                     hint = f"a number was expected, not {describe(value)}"
                 right = right or f"{where}: {hint}"
@@ -249,6 +273,29 @@ def efficiencies(rows):
 def efficiencies(rows):
     alone = next(r["seconds"] for r in rows if r["devices"] == 1)
     return [alone / r["seconds"] / r["devices"] for r in rows]
+""",
+            0,
+        ),
+        Wrong(
+            "rounded to two digits",
+            """
+def efficiencies(rows):
+    one = {r["batch"]: r["seconds"] for r in rows if r["devices"] == 1}
+    return [
+        round(one[r["batch"]] / r["seconds"] / r["devices"], 2) if r["batch"] in one else None
+        for r in rows
+    ]
+""",
+            0,
+        ),
+        Wrong(
+            "the ratio upside down",
+            """
+def efficiencies(rows):
+    one = {r["batch"]: r["seconds"] for r in rows if r["devices"] == 1}
+    return [
+        r["seconds"] / one[r["batch"]] / r["devices"] if r["batch"] in one else None for r in rows
+    ]
 """,
             0,
         ),
@@ -310,8 +357,9 @@ def _data_run(student, inputs: list) -> list:
 
         answers = []
         for case in cases:
-            # The same on both ranks: what differs between them is the student's doing.
-            torch.manual_seed(case["first"])
+            # Not the same on both ranks, as in any launch: who shuffles without a seed of his own
+            # gives each rank another order.
+            torch.manual_seed(case["first"] + dist.get_rank())
             images = torch.arange(case["first"], case["first"] + case["n"])
             data = kind(images, case["batch"])
             try:
@@ -494,6 +542,24 @@ DISJOINT = Task(
         return DataLoader(self.images[self.rank :: self.world], self.batch)
 """,
             4,
+        ),
+        Wrong(
+            "a shuffle without a seed: each rank draws another order",
+            "import torch"
+            + _HEAD
+            + """
+    def train_dataloader(self):
+        rank, world, n = self.rank, self.world, len(self.images)
+        class Shuffled:
+            def __iter__(self):
+                return iter(torch.randperm(n)[rank : n - n % world : world].tolist())
+            def __len__(self):
+                return n // world
+        return DataLoader(self.images, self.batch, sampler=Shuffled())
+    def val_dataloader(self):
+        return DataLoader(self.images[self.rank :: self.world], self.batch)
+""",
+            1,
         ),
         Wrong(
             "the same order in every epoch",
