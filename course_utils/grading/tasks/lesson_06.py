@@ -15,7 +15,11 @@ def _mend_inputs(seed: int) -> dict:
     small, large = sorted(rng.sample(range(10, 90), k=2))
     shorter = rng.randint(1, 3)
     return {
-        "losses": [round(rng.uniform(0.1, 3), 2) for _ in range(2)],
+        # of each rank its batches' losses: as many samples as batches on neither rank
+        "losses": [
+            [[round(rng.uniform(0.1, 3) + far, 2) for _ in range(n)] for n in sizes]
+            for far, sizes in ((0, (4, 4, rng.randint(1, 3))), (5, (4,)))
+        ],
         # [name, value] of each rank: neither values nor insertion give both the same order
         "totals": [
             [["hits", small], ["loss", large]],
@@ -24,7 +28,8 @@ def _mend_inputs(seed: int) -> dict:
         "pieces": [
             [[round(rng.uniform(-9, 9), 2) for _ in range(n)] for n in lengths]
             for lengths in ((shorter + rng.randint(1, 3), shorter), (0, shorter))
-        ],
+        ]
+        + [[[0, 2**24 + 1 + 2 * small], [2**24 + 1 + 2 * large, 5, 0]]],  # whole numbers
         "steps": [rng.randint(100, 199), rng.randint(200, 299)],  # in the state of each rank
     }
 
@@ -36,44 +41,64 @@ def _mend_run(student, inputs: dict) -> dict:
 
     from course_utils.launch import RankError, launch
 
-    def in_group(program, given):
+    def in_group(program, given, notes):
+        import threading
+
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
-        return program(dist.get_rank(), given)
+        rank, ended = dist.get_rank(), threading.Event()
+
+        def watch():
+            """Leave if the other rank returned 2 seconds ago: nobody will answer this one."""
+            while not os.path.exists(os.path.join(notes, f"{1 - rank} returned")):
+                if ended.wait(0.05):
+                    return
+            if not ended.wait(2):
+                open(os.path.join(notes, f"{rank} waits alone"), "x").close()
+                os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
+        value = program(rank, given)
+        ended.set()
+        open(os.path.join(notes, f"{rank} returned"), "x").close()
+        return value
 
     def mean_loss(rank, losses):
         import torch
 
-        return function(torch.tensor([losses[rank]], dtype=torch.float64))
+        return function([torch.tensor(batch, dtype=torch.float64) for batch in losses[rank]])
 
     def sum_totals(rank, totals):
         import torch
 
-        mine = {name: torch.tensor([float(value)]) for name, value in totals[rank]}
-        return {name: float(total) for name, total in function(mine).items()}
+        # Names whose order in a set is that of insertion, as under hash seeds of their own.
+        order = lambda *names: list(set(names))  # noqa: E731
+        pairs = ((f"loss {i}", f"hits {j}") for i in range(40) for j in range(40))
+        loss, hits = next((a, b) for a, b in pairs if order(a, b) != order(b, a))
+        real = {"loss": loss, "hits": hits}
+        sums = function({real[name]: torch.tensor([float(value)]) for name, value in totals[rank]})
+        short = {name: key for key, name in real.items()}
+        return {short.get(name, str(name)): float(total) for name, total in sums.items()}
 
     def gather_all(rank, cases):
         import torch
 
-        return [function(torch.tensor(c[rank], dtype=torch.float64)).tolist() for c in cases]
+        kinds = (torch.float64, torch.float64, torch.int64)
+        pairs = zip(cases, kinds, strict=True)
+        return [function(torch.tensor(case[rank], dtype=kind)).tolist() for case, kind in pairs]
 
     def save(rank, given):
         folder, steps = given
         return [save_once(rank, late, os.path.join(folder, f"{late}.pt"), steps) for late in (0, 1)]
 
     def save_once(rank, late, path, steps):
-        import threading
+        import sys
         import time
 
         import torch
 
-        class Slow:  # pickling it takes a while, as that of a large state does
-            def __reduce__(self):
-                time.sleep(0.3)
-                return float, (0.0,)
-
-        seen, done = set(), threading.Event()
+        seen = {"half": False, "gone": False}
 
         def contents():
             if not os.path.exists(path):
@@ -81,35 +106,48 @@ def _mend_run(student, inputs: dict) -> dict:
             with open(path, "rb") as file:
                 return file.read()
 
-        def read_meanwhile():
-            while not done.wait(0.02):
-                seen.add(contents())
+        class Reading:  # while it is pickled, somebody reads the path
+            def __reduce__(self):
+                now = contents()
+                seen["half"] |= now not in (None, old)
+                seen["gone"] |= now is None
+                time.sleep(0.05)
+                return float, (0.0,)
 
-        old = contents()
-        reader = threading.Thread(target=read_meanwhile)
-        if rank == 0:
-            reader.start()
+        def audit(event, arguments):
+            if event not in ("os.remove", "os.rename", "open") or not watching:
+                return
+            if not isinstance(arguments[0], (str, bytes, os.PathLike)):
+                return
+            if os.path.abspath(os.fsdecode(arguments[0])) != path:
+                return
+            if event == "open":
+                mode = arguments[1] or ""
+                seen["half"] |= any(letter in mode for letter in "wa+")
+            else:
+                seen["gone"] = True
+
+        old, watching = contents(), [True]
+        sys.addaudithook(audit)
+        torch.distributed.barrier()  # so late is late
         if rank == late:
             time.sleep(0.2)
+        function({"step": steps[rank], "slow": Reading()}, path)
+        watching.clear()
         try:
-            function({"step": steps[rank], "slow": Slow()}, path)
-            try:
-                step = torch.load(path, weights_only=False)["step"]
-            except Exception as error:
-                step = f"cannot be read: {type(error).__name__}"
-        finally:
-            done.set()
-        if rank == 0:
-            reader.join()
+            step = torch.load(path, weights_only=False)["step"]
+        except Exception as error:
+            step = f"cannot be read: {type(error).__name__}"
         folder, name = os.path.split(path)
         files = [file for file in os.listdir(folder) if file.startswith(name)]
-        return {"step": step, "torn": bool(seen - {old, contents()}), "files": len(files)}
+        return {"step": step, **seen, "files": len(files)}
 
     answers = {}
     for program in (mean_loss, sum_totals, gather_all, save):
         name = program.__name__
         function = getattr(student, name)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as notes:
+            folder = os.path.realpath(folder)
             given = inputs.get({"mean_loss": "losses", "sum_totals": "totals"}.get(name, "pieces"))
             if name == "save":
                 import torch
@@ -119,12 +157,15 @@ def _mend_run(student, inputs: dict) -> dict:
                 given = [folder, inputs["steps"]]
             try:
                 values = launch(
-                    in_group, 2, program, given, init=False, timeout=6, oversubscribe=True
+                    in_group, 2, program, given, notes, init=False, timeout=20, oversubscribe=True
                 )
                 answers[name] = {"values": values}
             except RankError as error:  # LaunchTimeout is one too
                 first = next(iter(error.message.splitlines()), "")
                 answers[name] = {"ended": error.type_name, "rank": error.rank, "says": first[:160]}
+            for note in os.listdir(notes):
+                if note.endswith("alone"):
+                    answers[name] = {"ended": "waits alone", "rank": int(note[0])}
     if all(answer.get("ended") == "NotImplementedError" for answer in answers.values()):
         raise NotImplementedError
     return answers
@@ -134,9 +175,11 @@ def _mend_expected(inputs: dict) -> dict:
     """What the two ranks must return, without any message between them."""
     first, second = (dict(pairs) for pairs in inputs["totals"])
     sums = {name: first[name] + second[name] for name in ("hits", "loss")}
+    flat = [[x for batch in rank for x in batch] for rank in inputs["losses"]]
+    samples = flat[0] + flat[1]
     joined = [[x for piece in case for x in piece] for case in inputs["pieces"]]
     return {
-        "mean_loss": [sum(inputs["losses"]) / 2, None],
+        "mean_loss": [sum(samples) / len(samples)] * 2,
         "sum_totals": [sums, sums],
         "gather_all": [joined, joined],
         "save": [[inputs["steps"][0]] * 2] * 2,  # for each rank: twice, and each is late once
@@ -161,7 +204,9 @@ def _ended(answer: Any) -> str:
     """Why there are no values, in words; empty when there are two of them."""
     kind = item(answer, "ended")
     if kind == "LaunchTimeout":
-        return "the two ranks had not ended after 6 seconds: does each make every collective?"
+        return "the two ranks had not ended after 20 seconds: does each make every collective?"
+    if kind == "waits alone" and item(answer, "rank") in (0, 1):
+        return f"rank {item(answer, 'rank')} went on waiting after the other rank had returned"
     if kind == "NotImplementedError":
         return "not attempted yet"
     if type(kind) is str:
@@ -175,11 +220,12 @@ def _ended(answer: Any) -> str:
 
 
 def _mean_why(got: list, want: list) -> str:
-    if not _same(got[0], want[0]):
-        if _same(got[0], want[0] * 2):
-            return "rank 0 returns the sum of the losses, not their mean"
-        return f"rank 0 must return the mean as a number; it returned {describe(got[0])}"
-    return "" if got[1] is None else "rank 1 must return None: only rank 0 prints"
+    for rank in (0, 1):
+        if not is_number(got[rank]):
+            return f"rank {rank} must return the mean as a number, not {describe(got[rank])}"
+        if not _same(got[rank], want[rank]):
+            return f"on rank {rank} the mean is wrong: does each sample weigh the same?"
+    return ""
 
 
 def _totals_why(got: list, want: list) -> str:
@@ -188,15 +234,18 @@ def _totals_why(got: list, want: list) -> str:
             continue
         if type(got[rank]) is not dict or set(got[rank]) != set(want[rank]):
             return f"rank {rank} must return a dict with the same names as it was given"
-        return f"on rank {rank} a sum is wrong: were totals of different names added?"
+        halves = {name: total / 2 for name, total in want[rank].items()}
+        if _same(got[rank], halves):
+            return f"rank {rank} returns means over the ranks; sums were asked for"
+        return f"on rank {rank} a sum is wrong: does each hold the totals of its own name only?"
     return ""
 
 
 def _gather_why(got: list, want: list) -> str:
     for rank in (0, 1):
-        for number, words in enumerate(("of two lengths", "with none on rank 0")):
+        for number, words in enumerate(("of two lengths", "with none on rank 0", "of int64")):
             mine, whole = item(got[rank], number), want[rank][number]
-            if _same(mine, whole):
+            if is_list(mine, len(whole)) and mine == whole:  # copied: exact
                 continue
             if is_list(mine) and len(mine) != len(whole):
                 size = "few" if len(mine) < len(whole) else "many"
@@ -223,7 +272,7 @@ def _save_why(got: list, want: list) -> str:
 
 def _mend_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     words = {
-        "mean_loss": "mean_loss: both ranks end, rank 0 has the mean, rank 1 has None",
+        "mean_loss": "mean_loss: both ranks return the mean over all samples",
         "sum_totals": "sum_totals: each name has its own sum, on both ranks",
         "gather_all": "gather_all: both ranks have all values, in order of rank",
         "save": "save: when it returns, each rank reads the state of rank 0, whole",
@@ -236,10 +285,12 @@ def _mend_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         why = ended or why_of(item(answer, "values"), expected[name])
         findings.append(Finding(text, points, why))
     torn = ended or ("not judged until the line above holds" if findings[-1].why else "")
-    pairs = [(rank, late) for rank in (0, 1) for late in (0, 1)] if not torn else []
     saved = item(item(got, "save"), "values")
-    if any(item(item(item(saved, r), late), "torn") is not False for r, late in pairs):
-        torn = "somebody who read the path during the save found half a file"
+    pairs = [item(item(saved, rank), late) for rank in (0, 1) for late in (0, 1)]
+    if not torn and any(item(pair, "half") is not False for pair in pairs):
+        torn = "the path was written in place: who reads it meanwhile finds half a file"
+    if not torn and any(item(pair, "gone") is not False for pair in pairs):
+        torn = "for a moment there was no file at the path, neither the old one nor the new one"
     text = "save: who reads the path meanwhile finds the old state or the new one"
     return [*findings, Finding(text, 1, torn)]
 
@@ -248,10 +299,13 @@ _BROKEN = {
     "mean_loss": """
 import torch
 import torch.distributed as dist
-def mean_loss(loss):
-    if dist.get_rank() == 0:
-        dist.all_reduce(loss)
-        return loss.item() / dist.get_world_size()
+def mean_loss(batches):
+    total = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        both = torch.tensor([batch.sum(), len(batch)], dtype=torch.float64)
+        dist.all_reduce(both)
+        total += both
+    return float(total[0] / total[1])
 """,
     "sum_totals": """
 import torch.distributed as dist
@@ -276,11 +330,11 @@ def save(state, path):
 }
 _WHOLE = {
     "mean_loss": """
-import torch.distributed as dist
-def mean_loss(loss):
-    both = [loss.clone(), loss.clone()]
-    dist.all_gather(both, loss)
-    return float(sum(both)) / 2 if dist.get_rank() == 0 else None
+import torch, torch.distributed as dist
+def mean_loss(batches):
+    mine = [None, None]
+    dist.all_gather_object(mine, [x for batch in batches for x in batch.tolist()])
+    return sum(mine[0] + mine[1]) / len(mine[0] + mine[1])
 """,
     "sum_totals": """
 import torch, torch.distributed as dist
@@ -319,12 +373,12 @@ MEND = Task(
     hints=(
         "Ask of each program: does every rank make the same collectives, in the same order, "
         "with the same shapes? And of the last one: who writes, who reads, and when?",
-        "mean_loss: what belongs inside the `if`, and what does not? sum_totals: which order "
-        "is the same on every rank? gather_all: what must each rank know before it can make "
+        "mean_loss: how many collectives does a rank with three batches make? sum_totals: which "
+        "order is the same on every rank? gather_all: what must each rank know before it can make "
         "room? save: one writer, another name until it is whole, and nobody goes on before.",
-        "mean_loss: all_reduce above the `if`. sum_totals: `sorted(totals)`. gather_all: gather "
-        "the lengths, pad to `max(lengths)`, gather, cut each piece to its length. save: "
-        "`os.replace(path + '.new', path)` on rank 0, then `dist.barrier()` on both.",
+        "mean_loss: one all_reduce of [sum, count], after the loop. sum_totals: `sorted(totals)`. "
+        "gather_all: gather the lengths, pad to `max(lengths)`, gather, cut each piece to its "
+        "length. save: `os.replace(path + '.new', path)` on rank 0, then `dist.barrier()` on both.",
     ),
     wrong=(
         Wrong("as they were", "".join(_BROKEN.values()), 0),
@@ -349,12 +403,13 @@ def save(state, path):
             4,
         ),
         Wrong(
-            "the sum on every rank, pieces cut to the shorter one, saved in place",
+            "the mean of the ranks' means, pieces cut to the shorter one, saved in place",
             """
-import torch.distributed as dist
-def mean_loss(loss):
-    dist.all_reduce(loss)
-    return loss.item()
+import torch, torch.distributed as dist
+def mean_loss(batches):
+    mean = torch.cat(batches).mean()
+    dist.all_reduce(mean)
+    return mean.item() / 2
 """
             + _WHOLE["sum_totals"]
             + """
@@ -396,6 +451,35 @@ def save(state, path):
     dist.barrier()
 """,
             4,
+        ),
+        Wrong(
+            "a set's order, zeros taken for padding, the old file removed first",
+            _WHOLE["mean_loss"]
+            + """
+import torch.distributed as dist
+def sum_totals(totals):
+    for name in set(totals):
+        dist.all_reduce(totals[name])
+    return totals
+"""
+            + """
+import torch, torch.distributed as dist
+def gather_all(mine):
+    longest = torch.tensor([len(mine)])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    mine = torch.nn.functional.pad(mine, (0, int(longest) - len(mine)))
+    pieces = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(pieces, mine)
+    return torch.cat([piece[piece != 0] for piece in pieces])
+import os
+def save(state, path):
+    if dist.get_rank() == 0:
+        torch.save(state, path + ".new")
+        os.remove(path)
+        os.rename(path + ".new", path)
+    dist.barrier()
+""",
+            3,
         ),
     ),
 )
