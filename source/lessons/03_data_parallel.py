@@ -461,9 +461,9 @@ def compare(a, low, high):
     return "above" if a.low > high else "below" if a.high < low else "overlaps with"
 
 
-print("\nprocesses ÷ threads, middle half of the rounds:")
+print("\nprocesses ÷ threads, middle half of the rounds (1 is no difference):")
 for name in gap:
-    print(f"  {name:20}{compare(gap[name], 1, 1)} 1, no difference")
+    print(f"  {name:20}{compare(gap[name], 1, 1)} 1")
 tiny = gap["tiny, from Python"]
 for name in ("tiny, from C++", "few big"):
     print(f"  tiny, from Python: {compare(tiny, gap[name].low, gap[name].high)} {name}")
