@@ -32,8 +32,6 @@
 # **Stuck?** After five minutes without progress take a hint: `hint("05-shards")` is a nudge, `hint("05-shards", level=2)` the way, `level=3` nearly the code.
 
 # %%
-import os
-
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler
@@ -64,7 +62,7 @@ for drop_last in (False, True):
         print("drop" if drop_last else "pad ", f"rank {rank}:", [samples[row] for row in sampler])
 
 # %% [markdown]
-# `epoch_order(n, seed, epoch)` returns the numbers 0 to n − 1 in the order of an epoch, as a list. Every rank calls it by itself, and must get the same list; another epoch has another order, and so has another seed. (PyTorch's sampler adds the two numbers, so epoch 1 of seed 0 has the order of epoch 0 of seed 1. Yours should not.) The ranks' own random numbers differ, as after `torch.manual_seed(rank)`.
+# `epoch_order(n, seed, epoch)` returns the numbers 0 to n − 1 in the random order of an epoch, as a list. Every rank calls it by itself, in a process of its own, and must get the same list; another epoch (up to 10,000) has another order, and so has another seed. (PyTorch's sampler adds the two numbers, so epoch 1 of seed 0 has the order of epoch 0 of seed 1. Yours should not.) The ranks' own random numbers differ, as after `torch.manual_seed(rank)`, and must stay as they are: dropout draws from them.
 
 
 # %% task="05-shards"
@@ -132,9 +130,9 @@ check("05-accuracy")
 # %% [markdown]
 # ## Task 3: accumulation weighted by count (5 points)
 #
-# `accumulate(ddp, pieces, loss_fn)` is called on every rank. `ddp` is a model wrapped in DDP. `pieces` is the list of this rank's micro-batches, pairs `(x, y)`; their sizes differ, and so do the ranks' totals. `loss_fn(output, y)` returns the *mean* over one micro-batch.
+# `accumulate(ddp, pieces, loss_fn)` is called on every rank. `ddp` is a model wrapped in DDP. `pieces` is the list of this rank's micro-batches, pairs `(x, y)`; their sizes and their number differ, and so do the ranks' totals. No list is empty, and no gradient is there yet. `loss_fn(output, y)` returns the *mean* over one micro-batch.
 #
-# Run forward and backward for each micro-batch, so that afterwards the gradients of every rank are those of the mean over *all samples of all ranks*, and DDP has sent its gradients once. (An all-reduce of your own for a count is not counted.) You return nothing and take no step.
+# Run forward, then backward, for each micro-batch by itself, so that afterwards the gradients of every rank are those of the mean over *all samples of all ranks*, and DDP has sent its gradients once. (An all-reduce of your own for a count is not counted.) You return nothing and take no step. It must work for any number of ranks.
 #
 # This cell shows the gradient that you are after, for one weight: the mean of the eight samples, and what the mean of the means would be.
 
@@ -147,7 +145,7 @@ def naive():
     """Every micro-batch and every rank weighs the same."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ddp = DDP(torch.nn.Linear(1, 1, bias=False, device=device))
-    for piece in PIECES[int(os.environ["RANK"])]:
+    for piece in PIECES[torch.distributed.get_rank()]:
         (ddp(torch.tensor(piece, device=device)[:, None]).mean() / 2).backward()
     return ddp.module.weight.grad.item()
 

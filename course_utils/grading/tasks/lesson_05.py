@@ -40,15 +40,44 @@ def _shard_run(student, inputs: dict) -> dict:
     epoch_order, n, seed = student.epoch_order, inputs["n"], inputs["seed"]
 
     def orders():
+        import builtins
         import random
 
+        import numpy
         import torch
         import torch.distributed as dist
 
-        torch.manual_seed(dist.get_rank())  # ranks need not have the same random numbers
-        random.seed(dist.get_rank())
-        pairs = [(seed, 0), (seed, 1), (seed + 1, 0), (seed + 1, 1), (seed, 0)]
-        return [[int(row) for row in epoch_order(n, *pair)] for pair in pairs]
+        rank, plain_hash = dist.get_rank(), builtins.hash
+
+        def has_text(value):
+            parts = value if isinstance(value, tuple | frozenset) else ()
+            return isinstance(value, str | bytes) or any(has_text(part) for part in parts)
+
+        def own_hash(value):  # of a text: another number in every process that torchrun starts
+            return plain_hash(value) ^ (rank + 1 if has_text(value) else 0)
+
+        def states():
+            return [
+                torch.get_rng_state().tolist(),
+                random.getstate(),
+                numpy.random.get_state()[1].tolist(),
+            ]
+
+        torch.manual_seed(rank)  # ranks need not have the same random numbers
+        random.seed(rank)
+        numpy.random.seed(rank)
+        before, found = states(), []
+        builtins.hash = own_hash
+        try:
+            for pair in [(seed, 0), (seed, 1), (seed + 1, 0), (seed + 1, 1), (seed, 0)] + [
+                (seed, late) for late in (10, 100, 1000, 10_000)
+            ]:
+                order = epoch_order(n, *pair)
+                good = isinstance(order, list)
+                found.append([int(row) for row in order] if good else type(order).__name__)
+        finally:
+            builtins.hash = plain_hash
+        return {"orders": found, "untouched": states() == before}
 
     missing, answer = 0, {"shares": None, "orders": None}
     try:
@@ -109,16 +138,24 @@ def _share_why(case: dict, rows: Any, want: list) -> str:
 
 def _orders_why(inputs: dict, orders: Any) -> str:
     n = inputs["n"]
-    if not is_list(orders, 2) or not all(is_list(of_rank, 5) for of_rank in orders):
+    untouched = [item(item(orders, rank), "untouched") for rank in range(2)]
+    orders = [item(item(orders, rank), "orders") for rank in range(2)]
+    if not all(is_list(of_rank, 9) for of_rank in orders):
         return "not attempted yet"
     for of_rank in orders:
+        for order in of_rank:
+            if type(order) is str:
+                return f"an order is of type {order}, where a list was expected"
         for order in of_rank:
             whole = is_list(order, n) and all(type(row) is int for row in order)
             if not whole or sorted(order) != list(range(n)):
                 return "an order is not the numbers from 0 to n - 1, each once"
+            steps = [(b - a) % n for a, b in zip(order, order[1:], strict=False)]
+            if max(map(steps.count, steps)) > n // 2:
+                return "an order is hardly mixed: most neighbours keep the same distance"
     if orders[0] != orders[1]:
         return "two ranks with the same seed and epoch have different orders"
-    first, second, other, other_second, again = orders[0]
+    first, second, other, other_second, again, *late = orders[0]
     if first != again:
         return "the same seed and epoch gave two different orders"
     if first == second or other == other_second:
@@ -127,6 +164,10 @@ def _orders_why(inputs: dict, orders: Any) -> str:
         return "two seeds have the same order"
     if second == other:
         return "epoch 1 of one seed is epoch 0 of the next: mix them in another way"
+    if other in late or len(set(map(tuple, [first, second, *late]))) < 6:
+        return "a later epoch has the order of an early one, of this seed or of the next"
+    if untouched != [True, True]:
+        return "it changes the rank's own random numbers, from which dropout draws"
     return ""
 
 
@@ -277,6 +318,66 @@ def epoch_order(n, seed, epoch):
 import torch
 def epoch_order(n, seed, epoch):
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+"""
+            + _GOOD_SHARE,
+            4,
+        ),
+        Wrong(
+            "ten times the seed plus the epoch",
+            """
+import random
+import torch
+def epoch_order(n, seed, epoch):
+    g = torch.Generator().manual_seed(10 * seed + epoch)
+    return torch.randperm(n, generator=g).tolist()
+"""
+            + _GOOD_SHARE,
+            4,
+        ),
+        Wrong(
+            "seeded by the hash of a text",
+            """
+import random
+import torch
+def epoch_order(n, seed, epoch):
+    g = torch.Generator().manual_seed(hash(f"{seed},{epoch}") % 2**40)
+    return torch.randperm(n, generator=g).tolist()
+"""
+            + _GOOD_SHARE,
+            4,
+        ),
+        Wrong(
+            "a tensor, not a list",
+            """
+import random
+import torch
+def epoch_order(n, seed, epoch):
+    g = torch.Generator().manual_seed(1_000_000 * seed + epoch)
+    return torch.randperm(n, generator=g)
+"""
+            + _GOOD_SHARE,
+            4,
+        ),
+        Wrong(
+            "turned, not mixed",
+            """
+import random
+import torch
+def epoch_order(n, seed, epoch):
+    first = random.Random(1_000_000 * seed + epoch).randrange(n)
+    return [(first + k) % n for k in range(n)]
+"""
+            + _GOOD_SHARE,
+            4,
+        ),
+        Wrong(
+            "seeds the rank's own random numbers",
+            """
+import random
+import torch
+def epoch_order(n, seed, epoch):
+    torch.manual_seed(1_000_000 * seed + epoch)
+    return torch.randperm(n).tolist()
 """
             + _GOOD_SHARE,
             4,
@@ -515,11 +616,13 @@ def _accumulate_inputs(seed: int) -> list:
         case("pieces", [5, 1, 2], [2, 2, 4]),
         case("ranks", [2, more, 1], [4, more, more]),
         case("ranks", [more, more], [1, 2]),
+        case("ranks", [2, 3, 1], [more]),
+        case("alone", [3, 1, 2]),
     ]
 
 
 def _accumulate_run(student, inputs: list) -> list:
-    """Two real ranks accumulate; write down each one's gradient and DDP's messages."""
+    """Real ranks accumulate; write down each one's gradient, passes and DDP's messages."""
     from course_utils.launch import LaunchTimeout, RankError, launch
 
     accumulate = student.accumulate
@@ -539,7 +642,9 @@ def _accumulate_run(student, inputs: list) -> list:
             return default_hooks.allreduce_hook(None, bucket)
 
         ddp.register_comm_hook(None, hook)
-        pieces = []
+        events, pieces = [], []
+        model.register_forward_pre_hook(lambda module, inputs: events.append(len(inputs[0])))
+        model.weight.register_hook(lambda grad: events.append(0))  # a backward pass
         for rows in case["pieces"][dist.get_rank()]:
             numbers = torch.tensor(rows, dtype=torch.float64, device=device)
             pieces.append((numbers[:, :2], numbers[:, 2:]))
@@ -548,12 +653,20 @@ def _accumulate_run(student, inputs: list) -> list:
         return {
             "grad": None if grad is None else grad.flatten().tolist(),
             "messages": len(messages),
+            "events": events,
         }
 
-    answers = []
+    answers, talkative = [], False
     for case in inputs:
         try:
-            answers.append(launch(gradients, 2, case, timeout=40))
+            sizes = [len(of_rank) for of_rank in case["pieces"]]
+            if len(set(sizes)) > 1 and talkative:  # it would only wait for the deadline
+                answers.append(
+                    "a message a micro-batch: ranks with fewer would keep others waiting"
+                )
+                continue
+            answers.append(launch(gradients, len(sizes), case, timeout=15))
+            talkative = talkative or any(of_rank["messages"] > 1 for of_rank in answers[-1])
         except LaunchTimeout:
             answers.append("the ranks waited for each other until the deadline")
         except RankError as error:
@@ -580,46 +693,60 @@ def _accumulate_expected(inputs: list) -> list:
 _ACCUMULATE_TEXTS = {
     "equal": "the gradient of one device, all micro-batches of one size",
     "pieces": "also with micro-batches of different sizes",
-    "ranks": "also where the ranks have different numbers of samples",
+    "ranks": "also where the ranks have different numbers of samples, and on one rank alone",
 }
 
 
-def _gradient_why(answer: Any, want: list) -> str:
+def _gradient_why(answer: Any, want: list, ranks: int) -> str:
+    on = "on two ranks" if ranks == 2 else "on one rank alone"
     if type(answer) is str:
-        return answer or "the two ranks did not both return"
-    for rank in range(2):
+        return f"{on}: {answer}" if answer else "the ranks did not all return"
+    for rank in range(ranks):
         grad = item(item(answer, rank), "grad")
         if grad is None:
-            return f"rank {rank} has no gradient"
+            return f"{on}: rank {rank} has no gradient"
         if not is_list(grad, 2) or not all(is_number(number) for number in grad):
-            return f"the gradient of rank {rank} is not made of two numbers"
+            return f"{on}: the gradient of rank {rank} is not made of two numbers"
         if not all(close(a, b, relative=1e-9) for a, b in zip(grad, want, strict=True)):
+            if item(item(answer, rank), "messages") == 0:
+                return f"{on}: DDP sent no message, so each rank has a gradient of its own"
             ratios = [a / b for a, b in zip(grad, want, strict=True)]
             if abs(ratios[0] - ratios[1]) < 1e-9 * abs(ratios[0]):
-                return "the gradient has the right direction and a wrong length"
-            return f"the gradient of rank {rank} points elsewhere: how much does each sample weigh?"
-    return "" if is_list(answer, 2) else "the two ranks did not both return"
+                return f"{on}: the gradient has the right direction and a wrong length"
+            return f"{on}: the gradient points elsewhere: how much does each sample weigh?"
+    return "" if is_list(answer, ranks) else "the ranks did not all return"
+
+
+def _passes_why(answer: Any, of_rank: list, rank: int) -> str:
+    messages, events = (item(item(answer, rank), key) for key in ("messages", "events"))
+    whole = type(messages) is int and type(events) is list
+    if not whole or not all(type(event) is int for event in events):
+        return "the ranks did not all return"
+    sizes = [len(piece) for piece in of_rank]
+    if sorted(size for size in events if size) != sorted(sizes):
+        return "the model did not get the micro-batches one by one, each once"
+    if events[1::2] != [0] * len(sizes):
+        return "not every forward pass is followed by its backward pass"
+    if messages != 1:
+        times = "no message" if messages < 1 else "more than one message"
+        return f"{times} of DDP for {count(len(sizes), 'micro-batch', 'micro-batches')}"
+    return ""
 
 
 def _accumulate_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
-    why, messages_why = dict.fromkeys(_ACCUMULATE_TEXTS, ""), ""
+    why, passes_why = dict.fromkeys(_ACCUMULATE_TEXTS, ""), ""
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
-        answer, about = item(got, number), case["about"]
-        why[about] = why[about] or _gradient_why(answer, want)
-        for rank in range(2):
-            messages = item(item(answer, rank), "messages")
-            if type(messages) is not int:
-                messages_why = messages_why or "the two ranks did not both return"
-            elif messages != 1:
-                pieces = len(case["pieces"][rank])
-                times = "no message" if messages < 1 else "more than one message"
-                messages_why = messages_why or f"{times} of DDP for {pieces} micro-batches"
+        answer, ranks = item(got, number), len(case["pieces"])
+        about = "ranks" if case["about"] == "alone" else case["about"]
+        why[about] = why[about] or _gradient_why(answer, want, ranks)
+        for rank, of_rank in enumerate(case["pieces"]):
+            passes_why = passes_why or _passes_why(answer, of_rank, rank)
     if why["equal"]:
-        messages_why = "not judged until the gradient is right"
+        passes_why = "not judged until the gradient is right"
     points = {"equal": 1, "pieces": 1, "ranks": 2}
     return [
         *(Finding(text, points[about], why[about]) for about, text in _ACCUMULATE_TEXTS.items()),
-        Finding("DDP sends one message a step", 1, messages_why),
+        Finding("micro-batches go one by one, and DDP sends one message", 1, passes_why),
     ]
 
 
@@ -640,7 +767,7 @@ ACCUMULATE = Task(
         "backward stand within `ddp.no_sync()`, but for the last micro-batch.",
         "`count = torch.tensor(sum(len(x) for x, y in pieces), device=...)`, all-reduced. For "
         "each piece: `with ddp.no_sync() if it is not the last else nullcontext():`, then "
-        "`loss_fn(ddp(x), y)` times `len(x) * dist.get_world_size() / count`, and backward.",
+        "`loss_fn(ddp(x), y)` times `len(x) * get_world_size() / count`, and backward.",
     ),
     wrong=(
         Wrong(
@@ -703,7 +830,7 @@ def accumulate(ddp, pieces, loss_fn):
     for x, y in pieces:
         (loss_fn(ddp(x), y) * len(x) * dist.get_world_size() / count).backward()
 """,
-            4,
+            2,
         ),
         Wrong(
             "no_sync around backward only",
@@ -719,7 +846,7 @@ def accumulate(ddp, pieces, loss_fn):
         with ddp.no_sync() if number < len(pieces) else nullcontext():
             loss.backward()
 """,
-            4,
+            2,
         ),
         Wrong(
             "no_sync for all of them",
@@ -734,6 +861,65 @@ def accumulate(ddp, pieces, loss_fn):
             (loss_fn(ddp(x), y) * len(x) * dist.get_world_size() / count).backward()
 """,
             0,
+        ),
+        Wrong(
+            "all micro-batches in one",
+            """
+import torch
+import torch.distributed as dist
+from contextlib import nullcontext
+def accumulate(ddp, pieces, loss_fn):
+    count = torch.tensor(sum(len(x) for x, y in pieces), device=pieces[0][0].device)
+    dist.all_reduce(count)
+    x, y = (torch.cat(tensors) for tensors in zip(*pieces))
+    (loss_fn(ddp(x), y) * len(x) * dist.get_world_size() / count).backward()
+""",
+            4,
+        ),
+        Wrong(
+            "the losses added up, one backward",
+            """
+import torch
+import torch.distributed as dist
+from contextlib import nullcontext
+def accumulate(ddp, pieces, loss_fn):
+    count = torch.tensor(sum(len(x) for x, y in pieces), device=pieces[0][0].device)
+    dist.all_reduce(count)
+    losses = [loss_fn(ddp(x), y) * len(x) for x, y in pieces]
+    (sum(losses) * dist.get_world_size() / count).backward()
+""",
+            4,
+        ),
+        Wrong(
+            "written for two ranks",
+            """
+import torch
+import torch.distributed as dist
+from contextlib import nullcontext
+def accumulate(ddp, pieces, loss_fn):
+    count = torch.tensor(sum(len(x) for x, y in pieces), device=pieces[0][0].device)
+    dist.all_reduce(count)
+    for number, (x, y) in enumerate(pieces, 1):
+        with ddp.no_sync() if number < len(pieces) else nullcontext():
+            (loss_fn(ddp(x), y) * len(x) * 2 / count).backward()
+""",
+            3,
+        ),
+        Wrong(
+            "counts again for each micro-batch",
+            """
+import torch
+import torch.distributed as dist
+from contextlib import nullcontext
+def accumulate(ddp, pieces, loss_fn):
+    count = torch.tensor(sum(len(x) for x, y in pieces), device=pieces[0][0].device)
+    for number, (x, y) in enumerate(pieces, 1):
+        total = count.clone()
+        dist.all_reduce(total)
+        with ddp.no_sync() if number < len(pieces) else nullcontext():
+            (loss_fn(ddp(x), y) * len(x) * dist.get_world_size() / total).backward()
+""",
+            2,
         ),
     ),
     self_reported=1,
