@@ -61,7 +61,7 @@ print(launch(try_it, 2))
 # - `send(tensor, to)` sends a copy to rank `to` and returns at once, so you may change the tensor afterwards;
 # - `receive(source)` waits for the next message from rank `source` and returns it, a tensor with one dimension. Messages from one rank arrive in the order in which they were sent.
 #
-# In a ring, rank r sends to rank r + 1 only, and the last one to rank 0. What goes through `send` is counted, on each rank: a ring sends 2(p−1) chunks a rank, all to one neighbour. A right sum by another way, such as rank 0, earns 4 of the 5 points.
+# In a ring, rank r sends to rank r + 1 only, and the last one to rank 0 (or all the other way round). You may overwrite `numbers`. What goes through `send` is counted, on each rank: a ring sends 2(p−1) chunks a rank, all to one neighbour. A right sum by another way, such as rank 0, earns 4 of the 5 points.
 #
 # The number of entries need not be a multiple of the number of ranks: some chunks then have one entry more, and may even be empty. `tensor.tensor_split(ranks)` cuts so.
 
@@ -126,7 +126,7 @@ check("04-average")
 #
 # Each rank has made the same kind of model and an optimizer for it, but has other numbers in it. Write `start_equal(model)`, which every rank calls: afterwards every rank has what rank 0 had.
 #
-# A model holds more than what is trained. Frozen parameters count, and so does what BatchNorm keeps. The optimizer exists already and refers to the parameters, so they must stay the same objects.
+# A model holds more than what is trained. Frozen parameters count, and so does every buffer: what BatchNorm keeps, and what other modules keep, saved in a checkpoint or not. The optimizer exists already and refers to the parameters, so they must stay the same objects.
 
 
 # %% task="04-start"

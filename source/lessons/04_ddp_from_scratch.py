@@ -2,7 +2,7 @@
 # jupyter:
 #   course:
 #     rows: [P4]
-#     minutes: {read: 35, do: 30}
+#     minutes: {read: 40, do: 30}
 #     devices: 2
 #     path: core
 #     extra: torch
@@ -23,7 +23,7 @@
 #
 # | | |
 # |---|---|
-# | **Time** | 35 minutes to read, 30 to do; the exercise comes on top |
+# | **Time** | 40 minutes to read, 30 to do; the exercise comes on top |
 # | **You should know** | ranks, `launch`, all-reduce ([lesson 00](00_start_here.ipynb)); `send`, `recv` and barriers ([lesson 02](02_two_devices_one_sum.ipynb)); a training step in PyTorch |
 # | **You will** | use four collectives · build an all-reduce from messages and count its bytes · average gradients by hand · let DDP do it, and prove when it does it · read a trace of one backward pass · run the same program under `torchrun` |
 # | **Runs on** | no GPU, or one: two pinned cores over gloo · two GPUs or more: the GPUs over NCCL (the multi-GPU path was not run by the authors) |
@@ -136,7 +136,7 @@ for name, *held in zip(
 #
 # The obvious way: everybody sends to rank 0, the **root**; it adds, and sends the sum back. A **ring** has no root. Each rank cuts its tensor into as many chunks as there are ranks, and talks to its neighbours only: in each step it sends one chunk to the next rank and receives one from the rank before.
 #
-# - In the first $p - 1$ steps (with $p$ ranks) what arrives is *added* to the own chunk, and next passed on. Then each rank has one complete chunk: a reduce-scatter.
+# - In the first $p - 1$ steps (with $p$ ranks) what arrives is *added* to the own chunk, and next passed on. Then each rank has one complete chunk: a reduce-scatter (with the parts one rank on: rank $r$ has chunk $r + 1$).
 # - In the next $p - 1$ steps what arrives *replaces* the own chunk: an all-gather.
 #
 # With three ranks and the chunks 0, 1, 2, this is what each rank sends to the next one (rank 2 to rank 0):
@@ -148,7 +148,7 @@ for name, *held in zip(
 # | 2 | chunk 1 | chunk 2 | chunk 0 | replaces |
 # | 3 | chunk 0 | chunk 1 | chunk 2 | replaces |
 #
-# Follow chunk 0: rank 0 sends its own to rank 1, which adds its own and sends the sum to rank 2. There it is complete, and travels on to ranks 0 and 1. In each step a rank sends what it received in the step before: the number of the chunk is rank − step, counted around the circle (`% p`).
+# Follow chunk 0: rank 0 sends its own to rank 1, which adds its own and sends the sum to rank 2. There it is complete, and travels on to ranks 0 and 1. It starts with the chunk of its own number; after that, each rank sends what it received in the step before. So the number of the chunk is rank − step, counted around the circle (`% p`).
 #
 # `isend` and `irecv` return at once with a request, and `wait` waits for it. That matters here: if every rank sent first and waited until it was received, nobody would come to receive. `batch_isend_irecv` starts both together.
 #
@@ -245,7 +245,7 @@ for way, counts in busiest.items():
     print(f"{way:18}", *(f"{c:5.2f}" for c in counts))
 
 # %% [markdown]
-# The markers were counted, the lines are the formulas. But a ring takes $2(p-1)$ steps, one after the other: for tiny tensors, where a message's start costs more than its bytes, other ways can win. NCCL has [several, and chooses](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-algo).
+# The markers were counted, the lines are the formulas. But a ring takes $2(p-1)$ steps, one after the other, and for tiny tensors a message's start costs more than its bytes. There a tree needs fewer: pairs of ranks add, then pairs of pairs, and the sum goes back the same way. With 8 ranks these are 6 steps, not 14. NCCL has [both, and more, and chooses](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-algo).
 #
 # ## A script for one device
 #
@@ -412,7 +412,7 @@ for dtype in (torch.float32, torch.float64):
     print(f"{dtype}: one device {((a + b) + c) + d:g}, two ranks {(a + c) + (b + d):g}")
 
 # %% [markdown]
-# So a comparison needs a tolerance, and float64 is where to make it: rounding is about half a billion times smaller there, a wrong factor is as large as ever. Now the gradients of the first step, of all three versions: the cell asserts that they agree to 1e-12 in float64 and to 1e-6 in float32, and that the gradients themselves are over a thousand times larger.
+# So a comparison needs a tolerance, and float64 is where to make it: rounding is about half a billion times smaller there, a wrong factor is as large as ever. Now the gradients of the first step, of all three versions: the cell asserts that they agree to 1e-12 in float64 and to 1e-6 in float32, and that the largest gradient is over a thousand times either tolerance.
 
 
 # %%
@@ -496,9 +496,9 @@ for quiet in (False, True):
 #
 # ## Buckets
 #
-# One message for each tensor would be many small ones. DDP collects gradients in **buckets**. A bucket is closed when it has *reached* `bucket_cap_mb` MiB, and sent as soon as all its gradients are there. Backward goes from the last layer to the first, so the buckets do too.
+# One message for each tensor would be many small ones. DDP collects gradients in **buckets**. A bucket is closed when it has *reached* `bucket_cap_mb` MiB, and sent as soon as all its gradients are there. Backward goes from the last layer to the first, so the buckets do too; of a layer, here, the bias comes before the weight.
 #
-# A **communication hook** is a function of yours that DDP calls for each full bucket, in place of its own all-reduce. This one writes the size down and then does what DDP would have done.
+# A **communication hook** is a function of yours that DDP calls for each full bucket, in place of its own all-reduce. This one writes the size down and then does what DDP would have done. It returns a **future**, a promise of the averaged tensor: DDP waits for the tensor at the end of backward.
 #
 # **Predict.** The model has 8 layers of a little over 1 MiB each (512 × 512 float32 weights and 512 biases). How many buckets with a cap of 100 MiB, of 2, of 0.5?
 
@@ -515,7 +515,7 @@ def bucket_sizes(cap):
     def note_and_average(_, bucket):
         sizes.append(round(bucket.buffer().nbytes / 2**20, 3))
         bucket.buffer().div_(dist.get_world_size())
-        request = dist.all_reduce(bucket.buffer(), async_op=True)
+        request = dist.all_reduce(bucket.buffer(), async_op=True)  # returns at once
         return request.get_future().then(lambda done: done.value()[0])
 
     model.register_comm_hook(None, note_and_average)
@@ -580,10 +580,14 @@ assert early == len(asked) - 1
 # %%
 fig, ax = plt.subplots(figsize=(7, 3.2))
 for line, bars in enumerate(spans.values()):
-    for start, stop in bars:
-        ax.barh(line, stop - start, left=start, height=0.6, color=plots.COLOURS[line], alpha=0.6)
-    starts = [start for start, _ in bars]
-    ax.plot(starts, [line] * len(bars), "|", color="black", markersize=18, linestyle="")
+    lanes = len(bars) if line == len(spans) - 1 else 1  # all-reduces overlap: a lane for each
+    height = 0.7 / lanes
+    for number, (start, stop) in enumerate(bars):
+        y = line - 0.35 + (number % lanes + 0.5) * height
+        ax.barh(y, stop - start, left=start, height=height, color=plots.COLOURS[line], alpha=0.6)
+        ax.plot(
+            [start] * 2, [y - height / 2, y + height / 2], color="black", marker="", ls="-", lw=1.5
+        )
 ax.axvline(last_gradient, color="black", linestyle=":", marker="")
 ax.set_yticks(range(len(spans)), list(spans))
 ax.invert_yaxis()
@@ -600,29 +604,29 @@ for row, bars in spans.items():
     print(f"{row:21}", "  ".join(f"{a:.1f}–{b:.1f}" for a, b in bars))
 
 # %% [markdown]
-# A black mark is where a bar starts; the dotted line is where the last gradient is done. What is right of it was not hidden: the last bucket is always asked for when there is nothing left to compute. A bar of *all-reduce runs* includes waiting, since rank 1 has to come with the same bucket.
+# A black mark is where a bar starts; the dotted line is where the last gradient is done. What is right of it was not hidden: the last bucket is always asked for when there is nothing left to compute. In *all-reduce runs* each bucket has a lane, the first on top; its bar includes waiting, since rank 1 has to come with the same bucket. On cores the gradients may pause, and asking may take long, while all-reduces run: gloo's thread needs the same core.
 #
 # ## Is overlap worth it?
 #
 # One bucket sends everything at the end; many send early, but each message costs something to start. So time it, the ways taking turns. *No messages* is a pass under `no_sync()`.
 #
-# On cores there is a catch: gloo's copying and adding runs on the core that computes. What it takes, backward loses. So there is a second table, with a **made-up link** that needs no core: before each real all-reduce, a helper thread sleeps, 2 ms a message and 1 s for 400 MiB, one message after the other. (On GPUs the link is real already, and the second table is left out.)
+# On cores there is a catch: gloo's copying and adding runs on the core that computes. What it takes, backward loses. So there is a second table, with a **made-up link** that needs no core: before each real all-reduce, a helper thread sleeps, 8 ms a message and 2.5 ms a MiB, one message after the other. (On GPUs the link is real already, and the second table is left out.)
 #
-# **Predict.** Let backward compute for 20 ms and take only the made-up link's sleep. One bucket of 8 MiB: 20 ms, then 2 + 20. With 4 buckets, of 2 MiB each, the first can leave after 5 ms; with 8 buckets after 2.5. When is the last one through?
+# **Predict.** Let backward compute for 48 ms and take only the made-up link's sleep. One bucket of 8 MiB: 48 ms, then 8 + 20. With 4 buckets, of 2 MiB each, the first can leave after 12 ms; with 8 buckets after 6. When is the last one through?
 #
-# (A ratio in the tables is taken within each round, and the middle one is shown; so it can differ from the ratio of two medians.)
+# (A ratio is taken within each round, and the middle one is shown; so it can differ from the ratio of two medians.)
 
 
 # %%
 def made_up_link():
     """A communication hook: a network that takes time but no core, one bucket after the other."""
-    lane = ThreadPoolExecutor(1)
+    lane = ThreadPoolExecutor(1)  # one helper thread, so one message at a time
 
     def carry(buffer, arrived):
         try:
-            time.sleep(0.002 + buffer.nbytes / (400 * 2**20))
+            time.sleep(0.008 + 0.0025 * buffer.nbytes / 2**20)
             dist.all_reduce(buffer)
-            arrived.set_result(buffer.div_(dist.get_world_size()))
+            arrived.set_result(buffer.div_(dist.get_world_size()))  # keeps the promise
         except Exception as error:
             arrived.set_exception(error)
 
@@ -642,7 +646,7 @@ def race(caps, with_link, rounds):
     models = {"no messages": models["1 bucket"], **models}
     seconds = {name: [] for name in models}
     busy = {name: [] for name in models}  # time of this rank's core, waiting left out
-    for number in range(-2, rounds):  # the first two do not count
+    for number in range(-1, rounds):  # the first does not count
         for name in list(models)[:: 1 if number % 2 else -1]:
             model = models[name]
             with model.no_sync() if name == "no messages" else contextlib.nullcontext():
@@ -677,13 +681,15 @@ for shift, (link, result) in zip((-0.06, 0.06), taken.items(), strict=False):
     ratios = [result.ratio(name, "no messages") for name in CAPS]
     middle = [ratio.median for ratio in ratios]
     spread = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
-    ax.errorbar(np.arange(len(CAPS)) + shift, middle, yerr=spread, label=link, capsize=3)
+    ax.errorbar(
+        np.arange(len(CAPS)) + shift, middle, yerr=spread, label=link, capsize=3, linestyle=""
+    )
     best = min(CAPS, key=lambda name: result.ratio(name, "no messages").median)
     gain = result.ratio("1 bucket", best)
     if min(middle) < 1:  # faster than computing alone: something else was on the cores
         verdict = "machine busy, not judged"
     elif gain.low > 1:
-        verdict = f"best with {best}, {gain.median:.2f}× as fast as 1"
+        verdict = f"best with {best}, {min(middle):.2f}× against {middle[0]:.2f}× with 1"
     else:
         verdict = "no clear gain over 1 bucket"
     found.append(f"{link}: {verdict}")
@@ -700,7 +706,7 @@ plots.show(
 )  # fmt: skip
 
 # %% [markdown]
-# The dotted line is the pass without messages: no way can beat it, and where one seems to, other programs were on your cores. The answers to the prediction: 42 ms with one bucket, 5 + 4·7 = 33 with four, 2.5 + 8·4.5 = 38.5 with eight. Overlap pays, until starting messages costs more than it hides. On your machine computing takes another time, and the real all-reduce comes on top.
+# The dotted line is the pass without messages: no way can beat it, and where one seems to, other programs were on your cores. The thin bars are the middle half of the rounds. The answers to the prediction: 76 ms with one bucket, 12 + 4·13 = 64 with four, 6 + 8·10.5 = 90 with eight. So overlap pays, until starting messages costs more than it hides. Where the turn comes depends on the link and on the time that backward computes: on your machine that is another one, and the real all-reduce comes on top.
 #
 # Over gloo alone two things mix. What buckets hide there is *waiting*: for the other rank, and for bytes on their way. What they cannot hide is *work*: compare the last line of each table with and without messages. That is the rule to keep: **overlap hides time on the link, not work on the device**.
 #
@@ -790,7 +796,7 @@ assert difference < 1e-6
 #
 # ## Then → now
 #
-# Older tutorials start the ranks with `torch.distributed.launch`. It still runs, and warns; a script for it reads `--local-rank` from its arguments, one for `torchrun` [reads `LOCAL_RANK`](https://docs.pytorch.org/docs/stable/elastic/run.html) from the environment. Others call `torch.multiprocessing.spawn`. Its fresh processes import your function from your program's file, and a notebook has none; the second cell does what a notebook does, it runs code that is in no file.
+# Older tutorials start the ranks with `torch.distributed.launch`. It is deprecated, as its own warning says below; a script for it reads `--local-rank` from its arguments, one for `torchrun` [reads `LOCAL_RANK`](https://docs.pytorch.org/docs/stable/elastic/run.html) from the environment. Others call `torch.multiprocessing.spawn`. Its fresh processes import your function from your program's file, and a notebook has none; the second cell does what a notebook does, it runs code that is in no file.
 
 # %% then="python -m torch.distributed.launch" now="torchrun" since="PyTorch 1.9"
 # NBVAL_CHECK_OUTPUT
@@ -845,7 +851,7 @@ print("now: launch runs it by value:", launch(work, 2))
 # <details><summary>Answers</summary>
 #
 # 1. $2 \cdot 7/8 \cdot 100 = 175$ MiB.
-# 2. Only `backward()` sends messages: DDP all-reduces each bucket there, and an all-reduce waits for all ranks. The optimizer reads the rank's own gradients.
+# 2. Of the two, only `backward()` sends messages: DDP all-reduces each bucket there, and an all-reduce waits for all ranks. The optimizer reads the rank's own gradients.
 # 3. One rank changed weights on its own after DDP was made (a checkpoint, an initialisation); one rank stepped when the other did not, or with gradients from under `no_sync()`.
 #
 # </details>

@@ -486,7 +486,8 @@ AVERAGE = Task(
     hints=(
         "An all-reduce gives the sum. What is missing to the average, and which rank knows it?",
         "For each parameter: all-reduce `parameter.grad` in place, then divide it by the world "
-        "size. A frozen or unused parameter has `grad` None: there is nothing to send.",
+        "size. A frozen or unused parameter has `grad` None: there is nothing to send. With "
+        "`async_op=True`, `wait()` before you use the tensor again.",
         "`for p in model.parameters():` if `p.grad is not None`: `dist.all_reduce(p.grad)`, then "
         "`p.grad /= dist.get_world_size()`.",
     ),
@@ -594,7 +595,7 @@ def _start_inputs(seed: int) -> dict:
     def start():
         return {
             "parameters": [values(6), values(2), values(2), values(2), values(3)],
-            "buffers": [values(2), values(2), rng.randint(10, 99)],
+            "buffers": [values(2), values(2), values(2), rng.randint(10, 99)],
         }
 
     return {"ranks": [start(), start()]}
@@ -614,6 +615,7 @@ def _start_run(student, inputs: dict) -> Any:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
         model.register_parameter("scale", torch.nn.Parameter(torch.zeros(3), requires_grad=False))
+        model.register_buffer("offset", torch.zeros(2), persistent=False)
         model.to(device, torch.float64)
         start = starts[dist.get_rank()]
 
@@ -656,11 +658,11 @@ def _start_run(student, inputs: dict) -> Any:
 def _start_expected(inputs: dict) -> dict:
     """Rank 0's own numbers; after a step with gradients of 1 and rate 0.5, half of 1 less."""
     weight, bias, scale, shift, frozen = inputs["ranks"][0]["parameters"]
-    mean, variance, batches = inputs["ranks"][0]["buffers"]
+    own, mean, variance, batches = inputs["ranks"][0]["buffers"]
     trained = [[value - 0.5 for value in each] for each in (weight, bias, scale, shift)]
     return {
         "parameters": [frozen, weight, bias, scale, shift],
-        "buffers": [mean, variance, [batches]],
+        "buffers": [own, mean, variance, [batches]],
         "stepped": [frozen, *trained],
     }
 
@@ -673,18 +675,25 @@ def _start_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     equal = failed or next(
         ("the ranks' parameters differ" for p in parameters if not _same_shape(p, expected)), ""
     )
-    if not equal and not all(_same(p, parameters[0]) for p in parameters[1:]):
-        equal = "the ranks' parameters differ"
+    names = ("the frozen `scale`", "`0.weight`", "`0.bias`", "`1.weight`", "`1.bias`")
+    if not equal:
+        unlike = [
+            name
+            for number, name in enumerate(names)
+            if not all(_same(p[number], parameters[0][number]) for p in parameters[1:])
+        ]
+        equal = unlike and f"the ranks differ in {', '.join(unlike)}"
     of_zero = equal and "not judged until the ranks are equal"
     if not of_zero and not _same(parameters[0], expected["parameters"]):
         of_zero = "they are equal, but not what rank 0 had: its weights are lost"
     buffers = failed and "not judged until every rank returns"
     for rank, each in enumerate(held):
         names = ("running_mean", "running_var", "num_batches_tracked")
+        names = ("the model's own `offset`", *(f"BatchNorm's `{name}`" for name in names))
         for number, name in enumerate(names):
             want = expected["buffers"][number]
             if not buffers and not _same(item(item(each, "buffers"), number), want):
-                buffers = f"rank {rank} does not have what rank 0 had in BatchNorm's `{name}`"
+                buffers = f"rank {rank} does not have what rank 0 had in {name}"
     trains = of_zero and "not judged until the parameters are right"
     for rank, each in enumerate(held):
         if not trains and not _same(item(each, "stepped"), expected["stepped"]):
@@ -745,6 +754,31 @@ def start_equal(model):
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():
             dist.broadcast(tensor.data, src=0)
+""",
+            3,
+        ),
+        Wrong(
+            "no buffers but BatchNorm's",
+            """
+import torch
+import torch.distributed as dist
+def start_equal(model):
+    for p in model.parameters():
+        dist.broadcast(p.data, src=0)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm1d):
+            for buffer in (module.running_mean, module.running_var, module.num_batches_tracked):
+                dist.broadcast(buffer, src=0)
+""",
+            3,
+        ),
+        Wrong(
+            "only what state_dict() has",
+            """
+import torch.distributed as dist
+def start_equal(model):
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
 """,
             3,
         ),
