@@ -174,7 +174,10 @@ def clocked(events, kind, micro):
 
 
 def run_order(order, stage, inputs, targets, links, events):
-    """One step of this rank's stage. `links`: one group of ranks for each direction."""
+    """One step of this rank's stage.
+
+    links: one group of ranks for each direction, so that on GPUs none queues behind the other.
+    """
     rank, last, (forth, back) = dist.get_rank(), dist.get_world_size() - 1, links
     kept, sent_back = {}, None
     for kind, i in order:
@@ -196,7 +199,7 @@ def run_order(order, stage, inputs, targets, links, events):
             if rank < last:
                 gradient = torch.empty_like(out)
                 dist.recv(gradient, rank + 1, group=back)
-                sent.wait()
+                sent.wait()  # taken long ago, as its gradient is here: now the message is freed
             with clocked(events, kind, i):
                 out.backward(gradient)
             if rank > 0:
@@ -243,7 +246,7 @@ def shortest(log):
     return min(zip(*log, strict=True), key=span)
 
 
-WIDTH, BATCH, STEPS = 128, 2048, 5
+WIDTH, BATCH, STEPS = 128, 2048, 4
 naive = [[("F", 0), ("B", 0)]] * 2
 timelines = {"one micro-batch": shortest(launch(record, 2, naive, two_halves, WIDTH, BATCH, STEPS))}
 for rank, events in enumerate(timelines["one micro-batch"]):
@@ -337,10 +340,9 @@ ax.plot(COUNTS, [100 * measured[m] for m in COUNTS], label="idle, measured (shor
 ax.set_xscale("log", base=2)
 ax.set_xticks(COUNTS, COUNTS)
 ax.set(xlabel="micro-batches m", ylabel="idle share of two devices (%)", ylim=(0, None))
-fastest = min(COUNTS, key=length.get)
 ax.set_title(
-    f"Bubble {bubble[1]:.0%} to {bubble[8]:.0%}, idle here {measured[1]:.0%} to {measured[8]:.0%};\n"
-    f"shortest step here with m = {fastest}"
+    f"From 1 to 8 micro-batches: bubble {bubble[1]:.0%} to {bubble[8]:.0%},\n"
+    f"idle here {measured[1]:.0%} to {measured[8]:.0%}"
 )
 ax.legend()
 plots.show(
@@ -351,7 +353,7 @@ plots.show(
 )
 
 # %% [markdown]
-# The formula counts only the start and the end of a step. What is idle beyond it is waiting in the middle: messages take time, and no two stages take exactly the same. And less idle time need not be a shorter step: look at the last column. Where the ranks *compute* longer with more micro-batches, the gain is lost there. A small micro-batch uses a device less well, and every backward pass adds to the gradient of every weight once more. So raise $m$ until the step no longer gets shorter, not until the bubble is gone.
+# The formula counts equal slots and free messages. Yours are neither: a share above the formula is waiting in the middle, for a message or for a slower pass on the other side; a share a little below it can come from slots of unequal length. So a gain below the ideal has two possible reasons, and the table shows both. Either the ranks *wait* more than the bubble (idle against bubble), or they *compute* longer (last column): a small micro-batch uses a device less well, and every backward pass adds to the gradient of every weight once more. Both grow with $m$. So raise $m$ until the step no longer gets shorter, not until the bubble is gone.
 #
 # ## 1F1B: the same bubble in less memory
 #
@@ -408,7 +410,7 @@ plots.show(
 )
 
 # %% [markdown]
-# The order differs, the bubble of the formula is the same: $p - 1$ slots at the start, $p - 1$ at the end. Now the memory. `memory.meter` counts the bytes of all tensors on a rank; what the peak adds to what was there before the step is activations, and a few gradients on their way. Each micro-batch has 64 samples, so more micro-batches mean a larger batch.
+# The order differs, the bubble of the formula is the same: each stage is idle for $2(p - 1)$ slots in all, the last one at both ends, rank 0 in the middle. The step times are of three launches, and launches differ: one micro-batch is timed twice above, so compare those two before you call a schedule faster. What 1F1B saves is memory. `memory.meter` counts the bytes of all tensors on a rank; what the peak adds to what was there before the step is activations, and a few gradients on their way. Each micro-batch has 64 samples, so more micro-batches mean a larger batch.
 #
 # **Predict.** From 2 to 16 micro-batches: by how much does the peak of stage 0 grow under GPipe, and under 1F1B?
 
@@ -441,6 +443,8 @@ for name, stage in itertools.product(("gpipe", "one_f_one_b"), range(2)):
 # %%
 growth = {key: peaks[key, 16][0] / peaks[key, 2][0] for key in ("gpipe", "one_f_one_b")}
 assert growth["gpipe"] > 4 and growth["one_f_one_b"] < 1.5
+grown = growth["one_f_one_b"]
+flat = "does not grow" if round(grown, 1) == 1 else f"{grown:.1f}×"
 
 fig, ax = plt.subplots()
 for name, stage in itertools.product(("gpipe", "one_f_one_b"), range(2)):
@@ -449,15 +453,14 @@ for name, stage in itertools.product(("gpipe", "one_f_one_b"), range(2)):
 ax.set_xticks(MANY)
 ax.set(xlabel="micro-batches of 64 samples", ylabel="peak above the start (MiB)", ylim=(0, None))
 ax.set_title(
-    f"From 2 to 16 micro-batches stage 0 grows {growth['gpipe']:.1f}× in GPipe,\n"
-    f"{growth['one_f_one_b']:.1f}× in 1F1B"
+    f"From 2 to 16 micro-batches stage 0 grows {growth['gpipe']:.1f}× in GPipe,\n{flat} in 1F1B"
 )
 ax.legend()
 plots.show(
     fig,
     name="memory-of-schedules",
     alt="Peak memory of a step against micro-batches for both schedules and stages. GPipe rises in "
-    f"a straight line, {growth['gpipe']:.1f} times from 2 to 16; 1F1B stays {growth['one_f_one_b']:.1f} times.",
+    f"a straight line, {growth['gpipe']:.1f} times from 2 to 16; 1F1B: {flat}.",
 )
 
 # %% [markdown]
@@ -513,9 +516,9 @@ print("with 8 micro-batches, stage 0 of 1F1B needs less than that of GPipe:", le
 assert worst < 1e-12 and less
 
 # %% [markdown]
-# The difference is not 0: with `m = 8` one device adds up 512 samples in one go, the schedule adds eight sums of 64, and additions in another order round differently.
+# The difference is not 0: one device adds up all samples in one go, the schedule adds `m` sums of 64, and additions in another order round differently.
 #
-# The library's 1F1B does grow a little with `m`. It makes a buffer to receive into for every micro-batch, and its last stage keeps every output: a few messages of 64 KiB for each micro-batch, not its activations.
+# The library's 1F1B does grow a little with `m`. For every micro-batch it makes buffers to receive into, and its last stage keeps the output ([source](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/stage.py): `args_recv_info`, `output_chunks`): a few messages of 64 KiB each, not the activations.
 #
 # ## Break it: two ranks that both send
 #
@@ -553,16 +556,16 @@ else:
 #
 # ## Where to cut
 #
-# So far the stages were equal. Blocks of real models are not, and a pipeline is as fast as its slowest stage: if its cost were all, a step would take $m$ times the *largest* stage, plus once the other one. So the best cut makes the largest stage as small as possible, and not the number of layers equal. The cost of a block is counted here in operations.
+# So far the stages were equal. Blocks of real models are not, and a pipeline is as fast as its slowest stage: if the passes were all that costs time, a step of GPipe with two stages would take $m$ times the *largest* stage, plus once the other one. So the best cut makes the largest stage as small as possible, and not the number of layers equal. The cost of a block is counted here in operations.
 #
 # **Predict.** The blocks cost 8, 8, 4, 4, 2, 2, 2, 2. Where do you cut for two stages?
 
 # %%
 FACTORS = (8, 8, 4, 4, 2, 2, 2, 2)
 costs = []
-for block in make_model(64, FACTORS):
+for block in make_model(128, FACTORS):
     with FlopCounterMode(display=False) as counter:
-        block(torch.ones(1, 64))
+        block(torch.ones(1, 128))
     costs.append(counter.get_total_flops())
 print("operations for one sample:", costs)
 for cut in range(1, len(costs)):
@@ -578,7 +581,7 @@ for cut in (4, best):
         model = make_model(width, FACTORS)
         return model[:cut], model[cut:]
 
-    orders = [one_f_one_b(stage, 2, 8) for stage in range(2)]
+    orders = [gpipe(stage, 2, 8) for stage in range(2)]
     log = launch(record, 2, orders, unequal, 128, BATCH // 2, STEPS)
     step = shortest(log)
     cuts[cut] = span(step)
@@ -589,7 +592,7 @@ print(f"equal number of blocks takes {cuts[4] / cuts[best]:.2f}× the time of eq
 print(f" ({slots[4] / slots[best]:.2f}× by operations)")
 
 # %% [markdown]
-# By operations, eight micro-batches take eight times the largest stage and once the other one: that is the ratio in brackets. Your measured ratio shows how far to trust the count. Operations are not time: additions, GELU, gradients and messages cost, too, and weigh more in small blocks; and other programs disturb one stage more than the other. To cut a real model, time its blocks on the device.
+# By operations, eight micro-batches of GPipe take eight times the largest stage and once the other one: that is the ratio in brackets. Your measured ratio shows how far to trust the count. Operations are not time: additions, GELU, gradients and messages cost, too, and weigh more in small blocks; and other programs disturb one stage more than the other. To cut a real model, time its blocks on the device.
 #
 # ## Cut inside a layer: tensor parallelism
 #
@@ -824,7 +827,7 @@ print("weights on rank 0, of all:", {m: f"{part:.0%}" for m, part in weights.ite
 assert equal
 
 # %% [markdown]
-# With 16 times the batch, pipeline and tensor parallelism send 16 times as much, data parallelism the same. With twice the width, data parallelism sends nearly 4 times as much (its weights), the others twice. The formulas hold to the byte, so they can fill in what was not measured. (The batch is the global one. Tensor parallelism gives each rank all of it, data parallelism half.)
+# With 16 times the batch, pipeline and tensor parallelism send 16 times as much, data parallelism the same. With twice the width, data parallelism sends nearly 4 times as much (its weights), the others twice. The formulas hold to the byte, so they can fill in what was not measured. (An all-reduce counts as one message. DDP sends one for each of its buckets: at width 128 the gradients fill two, see [lesson 04](04_ddp_from_scratch.ipynb). The batch is the global one. Tensor parallelism gives each rank all of it, data parallelism half.)
 #
 # ## When is which better?
 
@@ -847,7 +850,7 @@ ax.set_yscale("log")
 ax.set(xlabel="global batch (samples)", ylabel="sent by a rank in one step (KiB)")
 ax.set_title(
     f"Width {width}: data parallel sends less than tensor from a batch\n"
-    f"of {cross['tensor']:.0f} on, less than the pipeline from {cross['pipeline']:.0f} on"
+    f"of about {cross['tensor']:.0f} on, less than the pipeline from about {cross['pipeline']:.0f} on"
 )
 ax.legend()
 plots.show(
@@ -855,17 +858,17 @@ plots.show(
     name="bytes-by-method",
     alt="Bytes sent in a step against the batch, both axes logarithmic. Data parallel is flat; "
     "pipeline and tensor parallel rise in proportion, tensor seven times as high. They cross the "
-    f"flat line at {cross['pipeline']:.0f} and {cross['tensor']:.0f} samples.",
+    f"flat line at about {cross['pipeline']:.0f} and {cross['tensor']:.0f} samples.",
 )
 
 # %% [markdown]
-# Data parallelism sends the *weights'* gradients, whatever the batch; the other two send *activations*, whatever the weights inside. So with a large batch of small layers data parallelism sends less, with a small batch of large layers the others do. But bytes are not time. Here is a case in which the pipeline sends a thousandth of what data parallelism sends: width 512, batch 16. The pipeline runs twice, with 4 micro-batches of 4 samples and with all 16 at once.
+# Data parallelism sends the *weights'* gradients, whatever the batch; the other two send *activations*, whatever the weights inside. So with a large batch of small layers data parallelism sends less, with a small batch of large layers the others do. But bytes are not time. Here is a case in which the pipeline sends a thousandth of what data parallelism sends: width 512, batch 16. The pipeline runs twice, with 4 micro-batches of 4 samples and with all 16 at once: the same bytes.
 #
-# **Predict.** Which is fastest: the method that sends least? Which of the two pipelines? (A pass of 4 samples reads as many weights as one of 16.)
+# **Predict.** A pass of 4 samples reads as many weights as one of 16. Which of the two pipelines is faster? Can the one with all 16 at once be faster than one device?
 
 
 # %%
-def time_of(method, width, batch, m=4, rounds=6):
+def time_of(method, width, batch, m=4, rounds=4):
     if method == "one device":
         x, y = (t.to(my_device()) for t in make_batch(batch, width))
         model = make_model(width).to(my_device())
@@ -897,10 +900,11 @@ for method, m in (("data", 1), ("tensor", 1), ("pipeline", 4), ("pipeline", 1)):
     took[name] = launch(time_of, 2, method, *CASE, m)[0]
     text = f"{formula(method, *CASE) / KiB:8.0f} KiB sent   {one / took[name]:.2f}× as fast as one"
     print(f"{name:16}{1000 * took[name]:8.1f} ms {text}")
-print("the pipelines send least; the fastest of the four here:", min(took, key=took.get))
+gain = [name for name in took if took[name] < one]
+print("faster than one device here:", ", ".join(gain) or "none")
 
 # %% [markdown]
-# Look at the first line: if 4 samples take much more than a quarter of the time of 16, four micro-batches do most of the work several times over. Each reads all weights, and each backward pass adds to all gradients. Then filling the bubble costs more than it brings. And data parallelism pays for its bytes: a gradient of every weight after a step this short. (We timed the opposite case, a large batch of small layers, too. Its order changed from run to run on two shared cores, so it is not here.)
+# The two pipelines send the same, so what lies between their times is not bytes. Look at the first line: if 4 samples take much more than a quarter of the time of 16, four micro-batches do most of the work several times over. Each reads all weights, and each backward pass adds to all gradients. Then filling the bubble costs more than it brings. With one micro-batch the ranks never compute together, so there is nothing to win. Data parallelism pays for its bytes, a gradient of every weight after a step this short. Tensor parallelism halves the products on each rank, but stops seven times in a step for a sum, which both must reach. A step this short is better left on one device as long as the model fits on it. (We timed the opposite case, a large batch of small layers, too. Its order changed from run to run on two shared cores, so it is not here.)
 #
 # The ratio to look at is always the same: operations against bytes sent, and then what nobody does while waiting.
 #
@@ -916,7 +920,7 @@ print("the pipelines send least; the fastest of the four here:", min(took, key=t
 #
 # ## What this machine cannot show
 #
-# Cores of one machine exchange messages through memory. Between GPUs the link decides (NVLink, PCIe, network), and a GPU hides a message behind computing, which a core with one thread cannot. Bytes, messages, order, memory and the bubble's formula are the same there; the times are not. Results on real GPUs: **not measured**.
+# Cores of one machine exchange messages through memory. Between GPUs the link decides (NVLink, PCIe, network), and a GPU hides a message behind computing, which a core with one thread cannot. What follows from the schedule alone holds there too: the bytes, the order of the passes, the bubble's formula. The times do not. Results on real GPUs: **not measured**.
 #
 # ## Exercise
 #

@@ -301,20 +301,21 @@ def _tensor_run(student, inputs: list) -> Any:
 
     answers, where = {}, ""
     try:
-        answers["slice_weights"] = []
+        cut = []
+        answers["slice_weights"] = {"cases": cut}
         for case in inputs:
             parts = []
+            cut.append(parts)  # now: an error later on leaves what was right or wrong before it
             for ranks in case["counts"]:
                 for rank in range(ranks):
                     where = f"rank {rank} of {ranks}"
                     A, B = tensor(case["A"]), tensor(case["B"])
                     parts.append(several(student.slice_weights(A, B, rank, ranks), 2))
-            answers["slice_weights"].append(parts)
     except NotImplementedError:
         answers["slice_weights"] = {"error": later}
     except Exception as error:  # the other two functions are judged nevertheless
         text = f"{where}: {type(error).__name__}: {str(error)[:150]}"
-        answers["slice_weights"] = {"error": text}
+        answers["slice_weights"]["error"] = text
     for name in names[1:]:
         try:
             answers[name] = launch(on_rank, 2, name, getattr(student, name), inputs, timeout=60)
@@ -398,7 +399,7 @@ def _tensor_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         pairs = [(rank, ranks) for ranks in case["counts"] for rank in range(ranks)]
         for index, (rank, ranks) in enumerate(pairs):
-            pair = item(item(item(got, "slice_weights"), number), index)
+            pair = item(item(item(item(got, "slice_weights"), "cases"), number), index)
             for k, name in enumerate(_SLICES):
                 where, goal = f"rank {rank} of {ranks}, {name}", want["slices"][index][k]
                 if not is_list(pair, 2):
@@ -605,6 +606,25 @@ def block_backward(gradient, x, A, B, all_reduce):
             4,
         ),
         Wrong(
+            "both matrices cut along the wrong dimension",
+            """
+import torch
+def slice_weights(A, B, rank, ranks):
+    return A.chunk(ranks, 0)[rank], B.chunk(ranks, 1)[rank]
+def block_forward(x, A, B, all_reduce):
+    y = torch.relu(x @ A) @ B
+    all_reduce(y)
+    return y
+def block_backward(gradient, x, A, B, all_reduce):
+    h = torch.relu(x @ A)
+    into = (gradient @ B.T) * (h > 0)
+    dx = into @ A.T
+    all_reduce(dx)
+    return dx, x.T @ into, h.T @ gradient
+""",
+            8,
+        ),
+        Wrong(
             "slices for two ranks only",
             """
 import torch
@@ -771,6 +791,11 @@ def _cut_inputs(seed: int) -> list:
                 continue
             cases.append({"costs": costs, "stages": stages})
             break
+    # One layer costs more than all others: fewer stages, or empty ones, would be as good.
+    for stages, layers, heavy in ((3, 3, 0), (4, 4, 1), (4, 6, 2)):
+        costs = [rng.randint(1, 3) for _ in range(layers)]
+        costs[heavy] = rng.randint(20, 30)
+        cases.append({"costs": costs, "stages": stages})
     return cases
 
 
@@ -879,7 +904,39 @@ def balanced_cut(costs, stages):
             0,
         ),
         Wrong(
-            "an empty stage is allowed",
+            "as few stages as the best limit allows",
+            """
+def balanced_cut(costs, stages):
+    def filled(limit):
+        sizes, total = [0], 0
+        for cost in costs:
+            if total + cost > limit:
+                sizes, total = sizes + [0], 0
+            sizes[-1] += 1
+            total += cost
+        return sizes
+    limit = max(costs)
+    while len(filled(limit)) > stages:
+        limit += 1
+    return filled(limit)
+""",
+            0,
+        ),
+        Wrong(
+            "the same place may be cut twice",
+            """
+import itertools
+def balanced_cut(costs, stages):
+    def largest(edges):
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
+    places = itertools.combinations_with_replacement(range(1, len(costs)), stages - 1)
+    best = min(((0, *chosen, len(costs)) for chosen in places), key=largest)
+    return [b - a for a, b in itertools.pairwise(best)]
+""",
+            0,
+        ),
+        Wrong(
+            "all in one stage, the others empty",
             """
 def balanced_cut(costs, stages):
     return [len(costs)] + [0] * (stages - 1)
