@@ -22,15 +22,17 @@ COSTS = (
 def _memory_inputs(seed: int) -> dict:
     rng = random.Random(seed)
     bytes_, stages = [], []
-    for costs in COSTS:
+    for number, costs in enumerate(COSTS):
+        # The keys in another order each time: who goes by their order is wrong somewhere.
+        costs = dict(sorted(costs.items(), key=lambda kind: (KINDS.index(kind[0]) + number) % 3))
         n = rng.choice([2, 4, 8])
         even = rng.randint(1_000, 9_000) * n
         for stage in range(4):
             bytes_.append({"numbers": even, "n": n, "stage": stage, "costs": costs})
         # A prime never divides without a rest, and more than half of the rest is missing.
-        uneven, n = rng.choice([(10_007, 3), (10_007, 6), (10_009, 4), (20_011, 7), (20_011, 5)])
+        uneven, rest = rng.choice([(10_007, 3), (10_007, 6), (10_009, 4), (20_011, 7), (20_011, 5)])
         for stage in (1, 3):
-            bytes_.append({"numbers": uneven, "n": n, "stage": stage, "costs": costs})
+            bytes_.append({"numbers": uneven, "n": rest, "stage": stage, "costs": costs})
         # Limits in the middle between two stages, so that rounding decides nothing.
         n, numbers = rng.choice([4, 8]), rng.randint(100, 900) * 1_000
         need = [sum(_bytes_of(numbers, n, stage, costs)) for stage in range(4)]
@@ -38,6 +40,9 @@ def _memory_inputs(seed: int) -> dict:
             case = {"numbers": numbers, "n": n, "costs": costs, "limit": (high + low) // 2}
             stages.append(case)
         stages.append({"numbers": numbers, "n": n, "costs": costs, "limit": need[1]})  # just fits
+        # Here it fits only for those who forget the padding: one byte is missing.
+        limit = sum(_bytes_of(uneven, rest, 1, costs)) - 1
+        stages.append({"numbers": uneven, "n": rest, "costs": costs, "limit": limit})
     return {"bytes": bytes_, "stages": stages}
 
 
@@ -187,7 +192,7 @@ def rank_bytes(numbers, n, stage, costs):
     }
 """
             + _STAGE,
-            4,
+            3,
         ),
         Wrong(
             "the rest is dropped",
@@ -200,6 +205,37 @@ def rank_bytes(numbers, n, stage, costs):
     }
 """
             + _STAGE,
+            3,
+        ),
+        Wrong(
+            "the kinds by the order of the keys",
+            """
+def rank_bytes(numbers, n, stage, costs):
+    sharded, length = list(costs)[::-1][:stage], -(-numbers // n)
+    return {kind: cost * (length if kind in sharded else numbers) for kind, cost in costs.items()}
+"""
+            + _STAGE,
+            1,
+        ),
+        Wrong(
+            "the lowest stage without padding",
+            """
+def rank_bytes(numbers, n, stage, costs):
+    order = ["optimizer state", "gradients", "parameters"]
+    length = -(-numbers // n)
+    return {
+        kind: cost * (length if kind in order[:stage] else numbers) for kind, cost in costs.items()
+    }
+
+
+def lowest_stage(numbers, n, costs, limit):
+    order = ["optimizer state", "gradients", "parameters"]
+    for stage in range(4):
+        need = (numbers * c / (n if kind in order[:stage] else 1) for kind, c in costs.items())
+        if sum(need) <= limit:
+            return stage
+    return None
+""",
             4,
         ),
         Wrong(
@@ -242,8 +278,8 @@ def lowest_stage(numbers, n, costs, limit):
 
 # --- 09-shards --------------------------------------------------------------------------
 
-# Shapes of the parameters: (rows,) or (rows, columns). With so many ranks the first group has
-# no rest; the others have one, or fewer rows than ranks.
+# Shapes of the parameters: (rows,), (rows, columns) or (rows, columns, 2). With so many ranks the
+# first group has no rest; the others have one, or fewer rows than ranks.
 
 
 def _shards_inputs(seed: int) -> dict:
@@ -256,6 +292,8 @@ def _shards_inputs(seed: int) -> dict:
             width = rng.randint(2, 4)
             matrix = [[float(rng.randint(1, 99)) for _ in range(width)] for _ in range(count)]
             made.append(matrix if rng.random() < 0.6 else [row[0] for row in matrix])
+        # The last one has three dimensions.
+        made[-1] = [[[a, a + 100] for a in row] for row in matrix]
         return made
 
     cases = [
@@ -270,15 +308,19 @@ def _shards_inputs(seed: int) -> dict:
     return {"cases": cases, "together": tensors([7, 4, 1, 3])}
 
 
+def _flat(value: Any) -> list:
+    return sum(map(_flat, value), []) if type(value) is list else [value]
+
+
 def _flats(tensors: list, n: int) -> list:
     """What each rank must have, row by row: row r belongs to rank r // height."""
     flats: list[list[float]] = [[] for _ in range(n)]
     for tensor in tensors:
         height = math.ceil(len(tensor) / n)
-        width = len(tensor[0]) if type(tensor[0]) is list else 1
-        for place in range(n * height):
-            row = tensor[place] if place < len(tensor) else [0.0] * width
-            flats[place // height] += row if type(row) is list else [row]
+        rows = [_flat(row) for row in tensor]
+        rows += [[0.0] * len(rows[0])] * (n * height - len(rows))
+        for place, row in enumerate(rows):
+            flats[place // height] += row
     return flats
 
 
@@ -304,7 +346,7 @@ def _shards_run(student, inputs: dict) -> dict:
     cases = []
     for number, case in enumerate(inputs["cases"]):
         n = case["n"]
-        dtype = torch.bfloat16 if number == 4 else torch.float32  # up to 99 it is exact
+        dtype = torch.bfloat16 if number == 4 else torch.float32  # up to 199 it is exact
         shapes = [tuple(tensor.shape) for tensor in made(case["tensors"])]
         flats = [attempt(student.shard, made(case["tensors"], dtype), rank, n) for rank in range(n)]
         kept = [getattr(flat, "dtype", dtype) == dtype for flat in flats]
@@ -577,6 +619,21 @@ def shard(parameters, rank, n):
     return torch.cat(parts)
 """
             + _UNSHARD.replace("[: shape[0]]", ""),
+            3,
+        ),
+        Wrong(
+            "columns only, no further dimension",
+            _IMPORTS
+            + """
+def shard(parameters, rank, n):
+    parts = []
+    for p in parameters:
+        height = -(-len(p) // n)
+        rows = p[rank * height : (rank + 1) * height]
+        parts.append(torch.cat([rows, p.new_zeros(height - len(rows), *p.shape[1:])]).flatten())
+    return torch.cat(parts)
+"""
+            + _UNSHARD.replace("math.prod(shape[1:])", "(shape[1] if len(shape) > 1 else 1)"),
             3,
         ),
         Wrong(
