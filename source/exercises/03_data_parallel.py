@@ -53,7 +53,9 @@ for size in (10, 9, 5):
 # 2. the sizes differ by at most one, and the larger shards come first,
 # 3. no shard is empty: with fewer samples than devices there are fewer shards.
 #
-# `gather(outputs)` joins a list of tensors along the first dimension. If they are numbers without a dimension, such as losses, it returns a vector of them. Both keep the graph: `backward()` on the result reaches what was gathered.
+# `gather(outputs)` joins a list of tensors along the first dimension. If they are numbers without a dimension, such as losses, it returns a vector of them. A list of one number becomes a vector of one.
+#
+# Both keep the graph: `backward()` on the result reaches the batch that was cut, or what was gathered.
 
 
 # %% task="03-scatter"
@@ -90,7 +92,7 @@ check("03-scatter")
 # Each replica returns the mean loss over *its* samples. `combine(losses, counts)` returns the mean over *all* samples. `losses` is a list of tensors of one number, with their graphs; `counts` a list of whole numbers.
 #
 # 1. A shard counts as much as it has samples.
-# 2. A shard may have no sample that counts (in language models, if every token of it is padding). Its mean is then not a number, and must not spoil the others. A loss that is not a number although its shard *has* samples is a fault, and must show in the result:
+# 2. A shard may have no sample that counts (in language models, if every token of it is padding). Its mean is then not a number, and must not spoil the others. A loss that is not a number, or infinite, although its shard *has* samples is a fault, and must show in the result:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -134,7 +136,7 @@ check("03-combine")
 #
 # (It is a model: a real backward pass has freed most activations by then, and holds others instead. What matters is who holds what.)
 #
-# 1. `device_bytes(shards, weights, sample, activations, output, state)` returns a list with the bytes of each device. `shards` has the number of samples of each device, device 0 first. Another device without samples has no replica and holds nothing.
+# 1. `device_bytes(shards, weights, sample, activations, output, state)` returns a list with the bytes of each device. `shards` has the number of samples of each device, device 0 first. Device 0 has its weights in any case. Another device without samples has no replica and holds nothing.
 # 2. `largest_batch(limit, devices, weights, sample, activations, output, state)` returns the largest number of samples for which no device needs more than `limit` bytes. The batch is cut as in task 1. If not even one sample fits, it is 0.
 
 

@@ -147,7 +147,7 @@ for number, (name, (nodes, gpus, link)) in enumerate(CASES.items()):
     ax.set(xlim=(0, 1), ylim=(-0.2, 0.95))
     ax.axis("off")
 legend = {"stored": (plots.COLOURS[5], ""), "borrowed for a moment": ("white", "//")}
-legend["seen of the batch (below the first layer)"] = (plots.COLOURS[4], "")
+legend["samples whose inputs or activations it sees"] = (plots.COLOURS[4], "")
 patches = [
     Rectangle((0, 0), 1, 1, facecolor=colour, hatch=hatch, edgecolor="black", label=label)
     for label, (colour, hatch) in legend.items()
@@ -165,7 +165,7 @@ plots.show(
 )
 
 # %% [markdown]
-# The three layers stand on the batch: the first is at the bottom, and half the width is half of a layer or of the batch. This lesson is the first panel on the second machine. [Lesson 04](04_ddp_from_scratch.ipynb) does it with processes, which can sit on any of the four, [lesson 08](08_model_and_pipeline_parallel.ipynb) the next three, [lesson 09](09_sharded_training.ipynb) the last.
+# The three layers stand on the batch: the first is at the bottom, and half the width is half of a layer or of the batch. "Sends" names what the way of sharing needs; DataParallel also sends inputs, weights and outputs, because all of them start or end on device 0. This lesson is the first panel on the second machine. [Lesson 04](04_ddp_from_scratch.ipynb) does it with processes, which can sit on any of the four, [lesson 08](08_model_and_pipeline_parallel.ipynb) the next three, [lesson 09](09_sharded_training.ipynb) the last.
 #
 # ## On five numbers
 #
@@ -330,7 +330,7 @@ seen.clear()
 print("DDP, ranks 0 and 1: forward saw", sum(launch(sizes_under_ddp, 2), []))
 
 # %% [markdown]
-# Without GPUs (and with one) it is a **silent pass-through**: one call with the whole batch, on one device. A script that "uses DataParallel" runs on your laptop and proves nothing about two devices. DDP (`DistributedDataParallel`) runs on cores as well, with a process for each.
+# Without GPUs it is a **silent pass-through**: one call with the whole batch, on one device. A script that "uses DataParallel" runs on your laptop and proves nothing about two devices. DDP (`DistributedDataParallel`) runs on cores as well, with a process for each.
 #
 # ## Is it the GIL?
 #
@@ -398,7 +398,7 @@ def repeat(work, times):
 
 
 def with_threads(work, numbers, times):
-    """Seconds of one thread a number, which is the core that it is pinned to."""
+    """Seconds until all is done by threads that share `times`: one on each core in `numbers`."""
     ready = threading.Barrier(len(numbers) + 1)
 
     def worker(number):
@@ -483,8 +483,8 @@ ax.axhline(2, color="black", linestyle=":", marker="")
 ax.set_xticks(range(4), gains)
 ax.set(xlabel="work", ylabel="speed-up with two workers (×)", ylim=(0, None))
 ax.grid(axis="x", visible=False)
-ax.legend(loc="upper left", bbox_to_anchor=(0, 1.0), ncols=2)
-ax.set_ylim(0, 1.2 * max(2, ax.get_ylim()[1] / 1.2))
+ax.legend(loc="upper left", ncols=2)
+ax.set_ylim(0, 1.25 * max(2, ax.get_ylim()[1]))  # the legend stands above the bars
 each = "; ".join(f"{name}: {ratio.median:.2f}" for name, ratio in gap.items())
 ax.set_title(f"Speed-up of processes over that of threads:\n{each}", fontsize=11)
 plots.show(
@@ -495,9 +495,9 @@ plots.show(
 )
 
 # %% [markdown]
-# Dotted: no gain, and perfect. The bars are medians of the rounds, the thin lines hold the middle half. `only Python` is the control: nobody ever releases the lock, and two threads may even be slower than one, because they hand it back and forth. A middle half above 2 is no real gain: the single worker shared its core with another program. Then, or where ranges overlap, run the two cells again on a quiet machine.
+# Dotted: no gain, and perfect. The bars are medians of the rounds, the thin lines hold the middle half. The numbers in the title are medians too, of the ratios taken round by round: dividing two bars gives another number. `only Python` is the control: nobody ever releases the lock, and two threads may even be slower than one, because they hand it back and forth. A middle half above 2 is no real gain: the single worker shared its core with another program. Then, or where ranges overlap, run the two cells again on a quiet machine.
 #
-# So is DDP faster "because of the GIL"? The hypothesis is supported if tiny operations from Python lie *above* both others. The line against `tiny, from C++` is the decisive one: same computation, another caller. Where big operations lie above 1 too, the lock is not the explanation that this test supports: threads also share one memory allocator and one process, and we did not take these apart. And DataParallel pays for something else as well: it copies the weights to every device in each forward pass, and everything that is gathered goes through one device. Count that next.
+# So is DDP faster "because of the GIL"? The decisive line is `tiny, from Python` against `tiny, from C++`: same computation, another caller. "above" supports the lock as *a* cause; "overlaps with" leaves it undecided; "below" speaks against it. Whether it is the *only* cause, `few big` says: where it lies above 1, threads lose something else as well (they share one memory allocator and one process; we did not take these apart). And DataParallel pays for something else as well: it copies the weights to every device in each forward pass, and everything that is gathered goes through one device. Count that next.
 #
 # ## The memory of device 0
 #
@@ -634,7 +634,7 @@ assert np.allclose(losses, alone, rtol=0, atol=1e-5)
 # %% [markdown]
 # Read the table against your prediction. The whole batch and output, the optimizer's numbers, the sum of the gradients and the loss are on device 0 alone. Device 1 has a copy of the weights, its activations and its gradients; it has its half of the output too, from the forward pass until "gather"; after the step it has nothing at all. The losses agree with those of one device, so nothing was left out. (The tolerance is for sums in another order, in both steps and in the weights between them.)
 #
-# How does that look beside DDP, where each rank has everything, and half the batch? Its ranks are real processes, and each opens the course's meter, `memory.Budget`. The cell first asks both meters about the same step. The batches are large on purpose: below about 1,024 samples the peak of a rank lies in Adam's step, which does not depend on the batch.
+# How does that look beside DDP, where each rank has everything, and half the batch? Its ranks are real processes, and each opens the course's meter, `memory.Budget`. The cell first asks both meters about the same step. The batches are large on purpose: in a small one the peak of a rank lies in Adam's step, which does not depend on the batch. The last two rows split the peak: what one more sample costs, and what is left for no sample.
 
 
 # %%
@@ -687,6 +687,8 @@ for size, values in peaks.items():
     print(f"batch {size:<6}" + "".join(f"{value:14.1f}" for value in values))
 grown = [(b - a) * 1024 / 1024 for a, b in zip(peaks[1024], peaks[2048], strict=True)]  # KiB
 print(f"{'KiB a sample':12}" + "".join(f"{value:14.1f}" for value in grown))
+fixed = [peak - slope for peak, slope in zip(peaks[1024], grown, strict=True)]  # 1,024 KiB: 1 MiB
+print(f"{'MiB for none':12}" + "".join(f"{value:14.1f}" for value in fixed))
 
 # %%
 heavy = peaks[1024][0] / peaks[1024][1]
@@ -705,7 +707,10 @@ side.set_xticks(BATCHES)
 side.set(xlabel="batch (samples)", ylabel="peak (MiB)", ylim=(0, None))
 for axes in (ax, side):
     axes.legend(fontsize=9)
-fig.suptitle(f"At 1,024 samples device 0 needs {heavy:.1f} times the memory of device 1")
+ax.set_title(
+    f"At 1,024 samples device 0 needs\n{heavy:.1f} times the memory of device 1", fontsize=11
+)
+side.set_title("What a larger batch costs", fontsize=11)
 plots.show(
     fig,
     name="memory-of-device-0",
@@ -715,7 +720,7 @@ plots.show(
 )
 
 # %% [markdown]
-# Both devices are of the same size in reality, so device 0 decides how large the batch may be, and device 1 has room that nobody can use. The last row of the table is the slope: what one more sample of the whole batch costs. On device 0 of DataParallel it costs about twice what it costs on a rank of DDP, because the whole output and the loss are there. (In both, the step holds the output until the backward pass is over.) What does not depend on the batch is shared unequally too, and there DDP is not cheaper: every rank has the optimizer's numbers. (DDP with default arguments needs room for the gradients once more; we switched that off with `gradient_as_bucket_view`.) [Lesson 09](09_sharded_training.ipynb) shares these as well.
+# Both devices are of the same size in reality, so device 0 decides how large the batch may be, and device 1 has room that nobody can use. And the room won is small: at 1,024 samples its peak is hardly below that of one device alone (the line above the table), since the whole output and the loss are in both. The row `KiB a sample` counts samples of the whole batch. On device 0 of DataParallel it costs about twice what it costs on a rank of DDP, because the whole output and the loss are there. (In both, the step holds the output until the backward pass is over.) In `MiB for none` a rank of DDP is dearer than device 0. Both have the weights and Adam's two numbers for each, three times the weights. A rank has the gradients as well: they live in DDP's buckets from step to step, while device 0 has none at its peak, which lies in the loss, before the backward pass. [Lesson 09](09_sharded_training.ipynb) shares what every rank has whole.
 #
 # The way through device 0 is also a way for bytes. `copied` has counted them.
 
@@ -744,7 +749,7 @@ print(f"{'DDP, each of two ranks':26}{share:8.2f}{share:10.2f}")
 #
 # A module counts its calls, and its BatchNorm keeps a running mean. Both happen in `forward`, that is, on the replicas.
 #
-# **Predict.** Two steps with two shards, in which all numbers are 1 in the first shard and 3 in the second. What is `calls` afterwards, and `running_mean`, which starts at 0 and moves a tenth of the way to the mean of the batch each time?
+# **Predict.** Two steps with two shards, in which all numbers are 1 in the first shard and 3 in the second. With our `data_parallel`, what is `calls` on device 0 afterwards, and `running_mean`, which starts at 0 and moves a tenth of the way to the mean of the batch each time? (The cell shows one device and DDP beside it.)
 
 
 # %%
@@ -829,8 +834,6 @@ print("weighted by count it is:", torch.allclose(by_count, truth))
 assert torch.allclose(by_count, truth) and not torch.allclose(vector.mean(), truth)
 
 # %% [markdown]
-# Only the last batch of an epoch is usually uneven, so the error is small and nobody sees it. Losses over tokens are uneven in every batch.
-#
 # ### `module.` in the checkpoint
 #
 # The wrapper is a module with the model inside, under the name `module`. So is DDP's.
@@ -863,7 +866,7 @@ print(
 #
 # | question | DataParallel is fine | take DDP |
 # |---|---|---|
-# | who calls the operations? | a few big ones, so the lock costs little | many tiny ones |
+# | what does Python call? | a few big operations, if `few big` lay near 1 in your test | many tiny ones, if they lay above |
 # | how large is the output? | a few numbers a sample | much larger than the input |
 # | does device 0 set the batch? | there is room to spare | memory is short |
 # | one node, one process? | a notebook, an old script, inference | several nodes, or a long training |

@@ -36,7 +36,7 @@ def _scatter_inputs(seed: int) -> list:
         {
             "batch": [[rng.randint(-99, 99) / 4 for _ in range(width)] for _ in range(size)],
             "devices": number,
-            "losses": [rng.randint(1, 99) / 4 for _ in range(rng.randint(2, 4))],
+            "losses": [rng.randint(1, 99) / 4 for _ in range(1 if number == 1 else 3)],
         }
         for size, number in sizes
     ]
@@ -75,8 +75,12 @@ def _scatter_run(student, inputs: list) -> list:
     answers = []
     for case in inputs:
         batch = torch.tensor(case["batch"], dtype=torch.float64)
-        shards = attempt(student.scatter, batch, case["devices"])
+        leaf = batch.clone().requires_grad_()
+        shards, kept = attempt(student.scatter, leaf, case["devices"]), False
         if isinstance(shards, (list, tuple)):
+            if shards and all(isinstance(shard, torch.Tensor) for shard in shards):
+                total = sum(shard.sum() for shard in shards)
+                kept = with_graph(total, [leaf])[1]
             shards = [plain(shard) for shard in shards]
         first = 1 + len(batch) // 3
         pieces = [piece for piece in (batch[:first], batch[first:]) if len(piece)]
@@ -84,8 +88,8 @@ def _scatter_run(student, inputs: list) -> list:
         losses = [torch.tensor(x, requires_grad=True) for x in case["losses"]]
         gathered = with_graph(attempt(student.gather, list(pieces)), pieces)
         scalars = with_graph(attempt(student.gather, list(losses)), losses)
-        answers.append([plain(shards), gathered, scalars])
-    flat = [value for shards, *rest in answers for value in (shards, *(x[0] for x in rest))]
+        answers.append([plain(shards), gathered, scalars, kept])
+    flat = [value for shards, *rest, _ in answers for value in (shards, *(x[0] for x in rest))]
     if all(isinstance(value, str) and value == "not attempted" for value in flat):
         raise NotImplementedError
     if len(errors) == len(flat):
@@ -134,10 +138,12 @@ def _shards_why(case: dict, sizes: list, shards: Any) -> dict:
 
 
 def _scatter_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
-    why = dict.fromkeys(("content", "sizes", "empty", "gather", "scalars"), "")
+    why = dict.fromkeys(("content", "sizes", "empty", "graph", "gather", "scalars"), "")
     for number, (case, sizes) in enumerate(zip(inputs, expected, strict=True)):
         answer = item(got, number)
         problems = _shards_why(case, sizes, item(answer, 0))
+        if item(answer, 3) is not True:
+            problems["graph"] = "backward() on the shards does not reach the batch"
         for key, place, want, kind in (
             ("gather", 1, case["batch"], "one tensor"),
             ("scalars", 2, case["losses"], "a vector"),
@@ -159,8 +165,9 @@ def _scatter_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     if why["content"]:
         why["sizes"] = why["sizes"] or "not judged until every sample is there once, in order"
         why["empty"] = why["empty"] or "not judged until every sample is there once, in order"
+    whole = why["content"] or why["graph"]
     return [
-        Finding("every sample is in one shard, in order", 1, why["content"]),
+        Finding("every sample is in one shard, in order, with its graph", 1, whole),
         Finding("shards differ by one sample at most, the larger first", 1, why["sizes"]),
         Finding("no shard is empty", 1, why["empty"]),
         Finding("gather joins pieces along the first dimension", 1, why["gather"]),
@@ -264,6 +271,29 @@ def gather(outputs):
             4,
         ),
         Wrong(
+            "the shards are cut off from the batch's graph",
+            """
+import torch
+def scatter(batch, devices):
+    return [part.detach() for part in batch.tensor_split(devices) if len(part)]
+"""
+            + _GATHER,
+            4,
+        ),
+        Wrong(
+            "gather hands a single number back as it is",
+            """
+import torch
+def scatter(batch, devices):
+    return [part for part in batch.tensor_split(devices) if len(part)]
+def gather(outputs):
+    if len(outputs) == 1:
+        return outputs[0]
+    return torch.stack(outputs) if outputs[0].dim() == 0 else torch.cat(outputs)
+""",
+            4,
+        ),
+        Wrong(
             "the last device takes all that is left",
             """
 import torch
@@ -302,6 +332,7 @@ def _combine_inputs(seed: int) -> list:
         {"about": "empty", "losses": [None, *losses(1)], "counts": [0, rng.randint(2, 9)]},
         {"about": "nothing", "losses": [None, None], "counts": [0, 0]},
         {"about": "fault", "losses": [*losses(1), None], "counts": rng.sample(range(2, 9), 2)},
+        {"about": "fault", "losses": [*losses(1), "inf"], "counts": rng.sample(range(2, 9), 2)},
     ]
 
 
@@ -311,7 +342,7 @@ def _combine_run(student, inputs: list) -> list:
 
     answers, errors = [], []
     for case in inputs:
-        numbers = [float("nan") if loss is None else loss for loss in case["losses"]]
+        numbers = [float("nan") if loss is None else float(loss) for loss in case["losses"]]
         losses = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in numbers]
         try:
             value = student.combine(list(losses), list(case["counts"]))
@@ -368,15 +399,16 @@ def _combine_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         answer, about = item(got, number), case["about"]
         value, gradients = item(answer, "value"), item(answer, "gradients")
         if about == "fault":
-            if value != {"$": "NaN"}:
+            if value != {"$": "NaN" if None in case["losses"] else "infinity"}:
                 why["empty"] = why["empty"] or (
-                    f"counts {case['counts']}: a loss that is not a number, of a shard that has "
-                    "samples, must show in the result"
+                    f"counts {case['counts']}: a loss that is not a finite number, of a "
+                    "shard that has samples, must show in the result"
                 )
             continue
         if want is None:
             if answer != "ValueError":
-                why[about] = "all counts are 0, and no ValueError was raised"
+                trouble = _trouble(answer) or "nothing was raised"
+                why[about] = f"all counts are 0: {trouble}, a ValueError was expected"
             continue
         if trouble := _trouble(answer):
             why[about] = why[about] or f"counts {case['counts']}: {trouble}"
@@ -396,6 +428,8 @@ def _combine_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             why[about] = why[about] or problem
         elif not is_list(gradients, len(want["gradients"])):
             why["graph"] = why["graph"] or "the result has no graph: backward() does not reach it"
+        elif not any(gradients):
+            why["graph"] = why["graph"] or "no gradient arrives at any loss"
         elif not all(close(a, b, 1e-9) for a, b in zip(gradients, want["gradients"], strict=True)):
             why["graph"] = why["graph"] or (
                 "the gradient of a shard's loss is not that shard's part of the samples"
@@ -456,6 +490,17 @@ def combine(losses, counts):
     if sum(counts) == 0:
         raise ValueError("no samples")
     pairs = [(loss, n) for loss, n in zip(losses, counts) if not loss.isnan()]
+    return sum(loss * n for loss, n in pairs) / sum(n for _, n in pairs)
+""",
+            3,
+        ),
+        Wrong(
+            "leaves out infinite losses",
+            """
+def combine(losses, counts):
+    if sum(counts) == 0:
+        raise ValueError("no samples")
+    pairs = [(loss, n) for loss, n in zip(losses, counts) if n and not loss.isinf()]
     return sum(loss * n for loss, n in pairs) / sum(n for _, n in pairs)
 """,
             3,
@@ -532,6 +577,7 @@ def _memory_inputs(seed: int) -> dict:
         case(shards(4)),
         case([rng.randint(3, 6), 0]),
         case([4, 4, 1, 0]),
+        case([0, 0]),
     ]
     limits = []
     for devices in (2, 3, 4):
@@ -655,6 +701,8 @@ def _memory_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
             problem = f"{about}: {trouble}"
         elif type(answer) is not int:
             problem = f"{about}: a whole number was expected, not {describe(answer)}"
+        elif answer < 0:
+            problem = f"{about}: a number of samples is never negative"
         elif answer > want:
             problem = f"{about}: with this batch some device needs more than the limit"
         else:
@@ -739,6 +787,11 @@ MEMORY = Task(
             "a replica where there is no sample",
             _memory_answer(_REPLICA, _ZERO, idle="2 * weights"),
             5,
+        ),
+        Wrong(
+            "device 0 empty where the batch is",
+            _memory_answer(_REPLICA, f"({_ZERO}) if batch else 0"),
+            4,
         ),
         Wrong(
             "gradients forgotten",
