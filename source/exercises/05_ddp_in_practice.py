@@ -45,7 +45,7 @@ assert len(slots(2)) == 2, "this exercise runs on two devices"
 # %% [markdown]
 # ## Task 1: a sampler for many ranks (5 points)
 #
-# `share(order, rank, ranks, ending)` returns the list of samples of one rank. `order` is the list of all samples in the order of this epoch; a rank takes every `ranks`-th of them, beginning with its own number. What happens at the end, if the number of samples cannot be divided:
+# `share(order, rank, ranks, ending)` returns the list of samples of one rank. `order` is the list of all samples in the order of this epoch; a rank takes every `ranks`-th of them, beginning with its own number. Leave the caller's `order` as it is. What happens at the end, if the number of samples cannot be divided:
 #
 # - `"pad"`: all ranks get the same number; the order goes on from its front, as often as needed.
 # - `"drop"`: all ranks get the same number; the last samples of the order go to nobody.
@@ -62,7 +62,7 @@ for drop_last in (False, True):
         print("drop" if drop_last else "pad ", f"rank {rank}:", [samples[row] for row in sampler])
 
 # %% [markdown]
-# `epoch_order(n, seed, epoch)` returns the numbers 0 to n − 1 in the random order of an epoch, as a list. Every rank calls it by itself, in a process of its own, and must get the same list; another epoch (up to 10,000) has another order, and so has another seed. (PyTorch's sampler adds the two numbers, so epoch 1 of seed 0 has the order of epoch 0 of seed 1. Yours should not.) The ranks' own random numbers differ, as after `torch.manual_seed(rank)`, and must stay as they are: dropout draws from them.
+# `epoch_order(n, seed, epoch)` returns the numbers 0 to n − 1 in the random order of an epoch, as a list. Every rank calls it by itself, in a process of its own, and must get the same list; another epoch (up to 10,000) has another order, and so has another seed. (PyTorch's sampler adds the two numbers, so epoch 1 of seed 0 has the order of epoch 0 of seed 1. In yours, no two of these should be alike.) The ranks' own random numbers differ, as after `torch.manual_seed(rank)`, and must stay as they are: dropout draws from them.
 
 
 # %% task="05-shards"

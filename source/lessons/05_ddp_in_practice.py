@@ -19,7 +19,7 @@
 # %% [markdown]
 # # DDP in practice: data, batches, learning rate, checkpoints
 #
-# After this lesson you can turn a training program for one device into one for many that sees the right samples, computes the right mean, and saves what others can load; and you know five ways in which it goes wrong without an error, or without an end.
+# After this lesson you can turn a training program for one device into one for many that sees the right samples, computes the right mean, and saves what others can load; and you know five ways in which it goes wrong without an error, or hangs.
 #
 # | | |
 # |---|---|
@@ -140,7 +140,7 @@ for call in (False, True):
         print(epochs[0] == epochs[1] == epochs[2], f" different samples: {len(seen)} of 10")
 
 # %% [markdown]
-# All ranks must shuffle alike, or their shares would overlap. So the order follows from a seed and the number of the epoch, and the epoch stays 0 until you say otherwise. No error, no warning: only the same batches again and again. The *model* still learns from all samples, through the averaged gradients. What is lost is the shuffling: the same samples always come together. **Mend:** `sampler.set_epoch(epoch)` at the start of each epoch.
+# All ranks must shuffle alike, or their shares would overlap. So the order follows from a seed and the number of the epoch, and the epoch stays 0 until you say otherwise. No error, no warning: only the same batches again and again. The *model* still learns from all samples, through the averaged gradients. What is lost is the shuffling: the same samples always come together. (That rank 1 misses one sample in three epochs of mixing is chance.) **Mend:** `sampler.set_epoch(epoch)` at the start of each epoch.
 #
 # ## Evaluate: every sample once
 #
@@ -310,13 +310,17 @@ reference = np.median(tuning[tuned])
 print("test accuracy in %, median of six seeds")
 for rate, runs in tuning.items():
     chosen = "<- the rate from here on" if rate == tuned else ""
-    print(f"batch {BASE:5}, rate {rate}: {np.median(runs):.1f} {chosen}")
+    steps = 4 * (len(train) // BASE)
+    print(f"batch {BASE:5}, {steps:3} steps, rate {rate:.1f}  {np.median(runs):26.1f}  {chosen}")
 for batch, rule in plan:
     behind = int((accuracy[batch, best[batch]] > accuracy[batch, rule]).sum())
     note = "best median" if rule == best[batch] else f"behind the best with {behind} of 6 seeds"
     steps = 4 * (len(train) // batch)
-    print(f"batch {batch:5}, {steps:3} steps, {rule:21}{middle[batch, rule]:5.1f}  {note}")
-print(f"batch {BATCHES[-1]:5}, 16 epochs, {best[BATCHES[-1]]}: {np.median(longer):.1f}")
+    rate = tuned * RULES[rule][0](batch / BASE)
+    print(f"batch {batch:5}, {steps:3} steps, rate {rate:.1f}, ", end="")
+    print(f"{rule:21}{middle[batch, rule]:5.1f}  {note}")
+steps, rule = 16 * (len(train) // BATCHES[-1]), best[BATCHES[-1]]
+print(f"batch {BATCHES[-1]:5}, {steps:3} steps (16 epochs), {rule}: {np.median(longer):.1f}")
 
 fig, ax = plt.subplots()
 for number, rule in enumerate(RULES):
@@ -347,11 +351,11 @@ plots.show(
 )
 
 # %% [markdown]
-# Large marks are medians, dots are the six seeds. Read it batch by batch, by the seeds won: behind the best with five or six of six is behind; with two, three or four it is undecided.
+# Large marks are medians, dots are the six seeds. Read it batch by batch. The best was picked on these same seeds, so a small difference says nothing, whatever the seeds; six of six by a clear distance is behind, the rest is undecided.
 #
-# The steps explain most of it: four epochs are 312 steps of 64, and 16 steps of 1,024. The last line of the table gives the large batch four times the epochs; compare it with batch 64. So: keep the global batch while you can. If it must grow, take a rule as the *start of a search* on your own model, and plan for more epochs.
+# At 1,024 all rules have the same 16 steps, and batch 64 had 312. What the unchanged rate loses, it loses with the missing steps. Where a rule ends below the unchanged rate, its own rate is too large for this model: linear multiplies by 16, and the momentum adds to that. The last line gives the large batch four times the epochs, and so four times the computation of batch 64, for a fifth of its steps. So: keep the global batch while you can. If it must grow, take a rule as the *start of a search* on your own model, and plan for more epochs.
 #
-# A schedule that asks a metric needs the same one on every rank. Here the loss stands still on rank 0 and falls on rank 1. (The schedule has also lost an argument that many tutorials still pass.)
+# A schedule that asks a metric needs the same one on every rank. Here the loss stands still on rank 0 and falls on rank 1. (The schedule has also lost an argument, `verbose`.)
 
 
 # %% then="ReduceLROnPlateau(optimizer, verbose=True)" now="scheduler.get_last_lr()" since="PyTorch 2.7"
@@ -379,7 +383,7 @@ for one_metric in (False, True):
 #
 # If a rank's share does not fit into memory, split it into **micro-batches**: several `backward()`, whose gradients add up, then one `step()`. DDP would all-reduce in each `backward()`. `ddp.no_sync()` holds it back, for all but the last. A **communication hook**, a function that DDP calls for each message of gradients, can count them.
 #
-# **Predict.** Each rank has four micro-batches of 8, and divides each loss by 4. How many all-reduces are there without `no_sync`, with it around forward and backward, and around backward only? And how long is the gradient if nobody divides?
+# **Predict.** Each rank has four micro-batches of 8, and divides each loss by 4; the gradients of this model fit into one message. How many all-reduces are there without `no_sync`, with it around forward and backward, and around backward only? And how long is the gradient if nobody divides?
 
 
 # %%
@@ -461,7 +465,7 @@ print("ddp.module(x): same weights on both ranks:", launch(five_steps, 2, True)[
 #
 # ## BatchNorm: what is not averaged
 #
-# BatchNorm keeps **buffers**: running means of its inputs, which are not parameters and have no gradient. DDP treats them in its own way: at the start of each forward pass in training it sends rank 0's to all ranks.
+# BatchNorm keeps **buffers**: running means of its inputs, which are not parameters and have no gradient. DDP treats them in its own way: at the start of each forward pass of the wrapper, also in `eval()`, it sends rank 0's to all ranks.
 #
 # Here rank 0 sees only zeros, rank 1 only eights, and each step moves the running mean half-way to the mean of the batch. One device with the whole batch would see a mean of 4, and hold 2, 3, 3.5.
 #
@@ -554,7 +558,7 @@ for name, rule in {"0": lambda rank: 0, "1000 + rank": lambda rank: 1000 + rank}
     print(f"seed {name:12} same dropout: {one == two!s:5}  same weights: {before}, in DDP: {after}")
 
 # %% [markdown]
-# **Mend:** `seed + rank`. The weights are equal in any case once DDP has the model: it sends rank 0's. What else must be equal, such as a random split of the data, needs a generator with one seed for all. The sampler has its own `seed`, which must be the same on all ranks.
+# **Mend:** a number made from both, such as `1000 * seed + rank`. (With `seed + rank`, rank 1 of seed 0 is rank 0 of seed 1.) The weights are equal in any case once DDP has the model: it sends rank 0's. What else must be equal, such as a random split of the data, needs a generator with one seed for all. The sampler has its own `seed`, which must be the same on all ranks.
 #
 # ## Save and load
 #
@@ -622,7 +626,7 @@ with tempfile.TemporaryDirectory() as folder:
 print("as without a stop, within 1e-6:", difference < 1e-6, " ranks agree:", agree)
 
 # %% [markdown]
-# A real run also wants its position in the epoch and its random numbers back, and a file that survives a kill in the middle of writing: that is `Checkpoint` in `course_utils.checkpoint`. And save plain numbers: since PyTorch 2.6 `torch.load` refuses most other objects, because unpickling runs code that the file brings along.
+# A real run also wants its position in the epoch and its random numbers back, and a file that survives a kill in the middle of writing: that is `Checkpoint` in `course_utils.checkpoint`. And save plain numbers: [since PyTorch 2.6](https://docs.pytorch.org/docs/stable/notes/serialization.html) `torch.load` refuses most other objects, because unpickling runs code that the file brings along.
 
 # %% then="torch.load unpickles anything" now="weights_only=True is the default: save tensors and plain numbers" since="PyTorch 2.6"
 # NBVAL_CHECK_OUTPUT
@@ -754,34 +758,35 @@ for number, (name, gains) in enumerate({"strong": strong, "weak": weak}.items())
         places, middle, yerr=reach, capsize=3, label=name,
         color=plots.COLOURS[number], marker=plots.MARKERS[number],
     )  # fmt: skip
-for level, text in ((1, "the second rank is worth nothing"), (2, "perfect")):
+for level, text in ((1, "no gain"), (2, "perfect")):
     ax.axhline(level, color="black", linestyle=":", marker="")
-    ax.text(SIZES[0], level + 0.03, text, fontsize=9)
+    ax.text(1.02, level, text, fontsize=9, va="center", transform=ax.get_yaxis_transform())
 ax.set_xscale("log", base=2)
 ax.set_xticks(SIZES, SIZES)
 ax.minorticks_off()
-ax.set(xlabel="samples a rank", ylabel="two ranks ÷ one (×)", ylim=(0, 2.4))
-top = max(weak, key=lambda size: weak[size].median)
+ax.set(xlabel="samples a rank", ylabel="samples a second, two ranks ÷ one (×)", ylim=(0, 2.4))
+gain = {
+    name: ", ".join(str(size) for size, r in ratios.items() if r.median > 1) or "none"
+    for name, ratios in {"strong": strong, "weak": weak}.items()
+}
 ax.set_title(
-    f"Weak scaling is best at {top} samples a rank: {weak[top].median:.2f}×,\n"
-    f"against {weak[SIZES[0]].median:.2f}× at {SIZES[0]}"
-    if top != SIZES[0]
-    else f"Weak scaling is best at the smallest share: {weak[top].median:.2f}×"
+    "Samples a rank at which two ranks were faster than one\n"
+    f"(median): strong scaling {gain['strong']}; weak {gain['weak']}"
 )
 ax.legend(loc="lower right")
 plots.show(
     fig,
     name="strong-and-weak-scaling",
-    alt="Two ranks over one against the samples a rank. Strong scaling from "
+    alt="Samples a second of two ranks over those of one, against the samples a rank. Strong scaling from "
     f"{strong[SIZES[0]].median:.2f} at {SIZES[0]} to {strong[SIZES[-2]].median:.2f} at "
     f"{SIZES[-2]}, weak scaling from {weak[SIZES[0]].median:.2f} at {SIZES[0]} to "
     f"{weak[SIZES[-1]].median:.2f} at {SIZES[-1]}. 2 would be perfect.",
 )
 
 # %% [markdown]
-# Bars hold the middle half of the rounds. Weak ÷ strong is the last column, *two steps of a size ÷ one step of twice the size* on one device, but for rounding and noise. At 1 both scalings agree. Above 1, a device likes the large step better, and weak looks better than strong; below 1 it is the other way round. So say which one you mean.
+# Strong, weak and the last column are medians of the ratios of each round, so they need not be the ratio of the two columns of medians; bars hold the middle half of the rounds. Weak ÷ strong is the last column, *two steps of a size ÷ one step of twice the size* on one device, but for rounding, and for noise of the size of the bars. At 1 both scalings agree. Above 1, a device likes the large step better, and weak looks better than strong; below 1 it is the other way round. So say which one you mean.
 #
-# The message has the size of the model, whatever the batch is. If that were all, both lines would only rise with the share of a rank; where yours fall, something else costs more there, such as memory or other programs on your machine.
+# The message has the size of the model, whatever the batch is. If that were all, both lines would only rise with the share of a rank; where yours fall, look at the bars first. Where they overlap, it may be noise; where they do not, something else costs more there, such as memory or other programs on your machine.
 #
 # ## From a shell, and on real GPUs
 #
@@ -795,7 +800,7 @@ plots.show(
 #
 # ## Recap
 #
-# DDP averages gradients over ranks and nothing else: shares of the data, means of unequal counts, seeds, buffers and files are yours. Keep the global batch first, then nothing changes; what a larger one does to the learning rate is a measurement. A rank that calls `backward()` once more than the others waits for ever; a wrong share, mean or seed trains on, and only a comparison shows it.
+# DDP averages gradients over ranks and nothing else: shares of the data, means of unequal counts, seeds, buffers and files are yours. Keep the global batch first, then nothing changes; what a larger one does to the learning rate is a measurement. A rank that calls `backward()` once more than the others waits for a message that does not come; a wrong share, mean or seed trains on, and only a comparison shows it.
 #
 # 1. 1,001 test pictures on 4 ranks with `DistributedSampler`: how many are counted?
 # 2. You accumulate 4 micro-batches of equal size on 2 ranks with `no_sync`. By what do you divide each loss, and how many all-reduces are there in a step?
