@@ -95,6 +95,7 @@ def test_ranks_see_the_notebook_as_it_is_now(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("COLOUR", "blue")
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)  # Lightning's import sets it
 
     def look():
         import beside_the_notebook
