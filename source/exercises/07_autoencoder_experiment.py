@@ -112,7 +112,7 @@ check("07-efficiency")
 # %% [markdown]
 # ## Task 3: a DataModule whose ranks see disjoint data (5 points)
 #
-# Write the two loaders of `ShardedData`. They give batches of at most `self.batch` images, and the check asks them on **two real ranks**, with an odd and an even number of images. The process group exists, so `dist.get_rank()` and `dist.get_world_size()` work.
+# Write the two loaders of `ShardedData`. They give batches of `self.batch` images (only the last may be smaller), and the check asks them on **two real ranks**, with an odd and an even number of images. The process group exists, so `dist.get_rank()` and `dist.get_world_size()` work.
 #
 # - **Training**: no image is seen twice in an epoch, by whatever rank. The ranks' random generators are *not* seeded alike, so a shuffle needs a seed that all ranks share. Both ranks get the same number of images, or DDP would hang; so with an odd number one image is left out of an epoch. Each epoch has another order: as Lightning does, the check calls `loader.sampler.set_epoch(epoch)` if there is such a method.
 # - **Validation**: every image counts exactly once. Here the ranks may have unequal numbers.

@@ -223,10 +223,10 @@ def _efficiency_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
                 hint = "neither the right number nor that of another row of one device"
                 if close(value, goal * row["devices"]):
                     hint = "that is the speed-up"
-                elif close(value, goal, 0.02):
-                    hint = "nearly right: rounded?"
                 elif any(close(value, s / row["seconds"] / row["devices"]) for s in others):
                     hint = "compared with a row of another batch"
+                elif close(value, goal, 0.02):
+                    hint = "nearly right: rounded?"
                 elif close(value, 1 / goal) or close(value, 1 / goal / row["devices"] ** 2):
                     hint = "a ratio is upside down"
                 if value is None or not close(value, value):
@@ -373,6 +373,8 @@ def _data_run(student, inputs: list) -> list:
                 seen["validation"] = [batch.tolist() for batch in data.val_dataloader()]
             except NotImplementedError:
                 return None
+            except Exception as error:  # the student's: his own words reach him, not a rank's
+                seen = {"error": f"your class raised {type(error).__name__}: {error}"[:300]}
             answers.append(seen)
         assert dist.get_world_size() == 2
         return answers
@@ -390,11 +392,13 @@ def _data_expected(inputs: list) -> list:
 
 
 def _flat(batches: Any, size: int) -> list | None:
-    """The images of a list of batches, or None where it is none, or a batch is too large."""
+    """The images of a list of batches, or None where it is none, or a batch has a wrong size."""
     if not is_list(batches) or not batches:
         return None
     for batch in batches:
         if not is_list(batch) or not 1 <= len(batch) <= size:
+            return None
+        if len(batch) < size and batch is not batches[-1]:
             return None
         if not all(type(number) is int for number in batch):
             return None
@@ -406,6 +410,11 @@ def _data_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         where = f"with {case['n']} images on two ranks"
         ranks = [item(item(got, number), f"rank {rank}") for rank in (0, 1)]
+        raised = [e for e in (item(rank, "error") for rank in ranks) if isinstance(e, str)]
+        if raised:
+            disjoint, equal = disjoint or raised[0], equal or raised[0]
+            order, validation = order or raised[0], validation or raised[0]
+            continue
         epochs = [
             [_flat(item(item(rank, "train"), epoch), case["batch"]) for rank in ranks]
             for epoch in (0, 1)
@@ -560,6 +569,29 @@ DISJOINT = Task(
         return DataLoader(self.images[self.rank :: self.world], self.batch)
 """,
             1,
+        ),
+        Wrong(
+            "the batch is taken for the global batch: half as large on each rank",
+            _HEAD
+            + """
+    def train_dataloader(self):
+        sampler = DistributedSampler(self.images, drop_last=True)
+        return DataLoader(self.images, self.batch // 2, sampler=sampler)
+    def val_dataloader(self):
+        return DataLoader(self.images[self.rank :: self.world], self.batch)
+""",
+            1,
+        ),
+        Wrong(
+            "a name that was not imported",
+            _HEAD
+            + """
+    def train_dataloader(self):
+        return DataLoader(Subset(self.images, range(self.rank, len(self.images), 2)), self.batch)
+    def val_dataloader(self):
+        return DataLoader(self.images[self.rank :: self.world], self.batch)
+""",
+            0,
         ),
         Wrong(
             "the same order in every epoch",
