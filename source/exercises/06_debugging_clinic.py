@@ -178,7 +178,7 @@ check("06-mend")
 # - has left the loop early, and the others wait in `all_reduce`;
 # - has one batch more than the others, which have returned;
 # - is in another collective than the others;
-# - raised an error of its own, and the others lost their connection;
+# - raised an error of its own, of any type, and the others lost their connection;
 # - is stuck in its data, raised nothing, and the others ran into the time-out of the group.
 #
 # Each comes three times, with the guilty one at another place. Here is one of the first kind (shortened), with rank 2 as the answer, and one of the fourth, with rank 0:

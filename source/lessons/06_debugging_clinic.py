@@ -132,7 +132,7 @@ outcome = hang(log_on_rank_0, sign="all_reduce")
 print(*where(outcome), sep="\n")
 
 # %% [markdown]
-# **Tool: the stack of each rank.** `launch` makes each rank dump its stack at the deadline. On a cluster, `py-spy dump --pid …` shows the same for a running process. Read the report from the inside out: which collective, and which line of *your* program called it?
+# **Tool: the stack of each rank.** `launch` makes each rank dump its stack at the deadline. On a cluster, `py-spy dump --pid …` shows the same for a running process. Read the report from the bottom: which collective, and which line of *your* program called it?
 
 # %%
 print(outcome)
@@ -162,10 +162,15 @@ assert values == [1.5, None]
 
 # %%
 # NBVAL_CHECK_OUTPUT
-def smallest_first():
+def two_totals():
     totals = {"loss": torch.tensor([2.0, 1.0]), "hits per class": torch.tensor([3.0, 0.0, 1.0])}
     if dist.get_rank() == 1:
         totals["loss"] += 9  # this rank had a bad batch
+    return totals
+
+
+def smallest_first(totals=None):
+    totals = totals or two_totals()
     for name in sorted(totals, key=lambda name: totals[name].sum()):
         dist.all_reduce(totals[name])
     return {name: total.tolist() for name, total in totals.items()}
@@ -197,9 +202,7 @@ print(*compared(examine(smallest_first, level="DETAIL")), sep="\n")
 # %%
 # NBVAL_CHECK_OUTPUT
 def by_name():
-    totals = {"loss": torch.tensor([2.0, 1.0]), "hits per class": torch.tensor([3.0, 0.0, 1.0])}
-    if dist.get_rank() == 1:
-        totals["loss"] += 9
+    totals = two_totals()
     for name in sorted(totals):  # the names are the same everywhere
         dist.all_reduce(totals[name])
     return {name: total.tolist() for name, total in totals.items()}
@@ -252,7 +255,7 @@ print(*where(hang(load, True, sign="__next__")), sep="\n")
 print("without a worker:", [items for items, *_ in examine(load, True, 0)])
 
 # %% [markdown]
-# Both ranks wait in `__next__` of the loader: for their own workers. Those hang, out of sight, and a stack of the rank cannot show it. **Tool: look at the child.** Here the worker of a loader *without* the barrier tells which threads it has, and the rank which it has (on Linux).
+# Both ranks wait in `__next__` of the loader: for their own workers. A stack of the rank does not show what those do. **Tool: look at the child.** A worker that stands still cannot answer, so here the worker of a loader *without* the barrier tells which threads it has, and the rank which it has (on Linux).
 
 
 # %%
@@ -268,7 +271,7 @@ print("threads in its worker:", values[0][1])
 assert [items for items, *_ in values] == [[0, 1, 2, 3]] * 2
 
 # %% [markdown]
-# **Cause:** gloo's threads stayed in the parent; the worker has handed its barrier to a thread that it does not have. A fork also copies locks that another thread held, and CUDA cannot be used in it at all ([PyTorch's notes](https://docs.pytorch.org/docs/stable/notes/multiprocessing.html)). **Cure:** collectives belong to the rank, workers load: the loader above is the mended one.
+# **Cause:** gloo's threads stayed in the parent; a barrier in the worker is handed to a thread that the worker does not have. A fork also copies locks that another thread held, and CUDA cannot be used in it at all ([PyTorch's notes](https://docs.pytorch.org/docs/stable/notes/multiprocessing.html)). **Cure:** collectives belong to the rank, workers load: the loader above is the mended one.
 #
 # ### Patient 4: the port is in use
 #
@@ -304,7 +307,7 @@ for deadline in (2.5, 10, 40):  # longer where a busy machine has not brought bo
 # %% [markdown]
 # **Tool: read both ranks.** Rank 0 knows the cause: `EADDRINUSE`, *address already in use*. Rank 1 is the one that hangs: it has found somebody at that port, but not rank 0. In a log of eight ranks, seven wait and one line tells. From a shell, `ss -ltnp | grep PORT` names the process that holds the port.
 #
-# **Cure:** do not choose a port, ask for a free one: port 0. `torchrun --standalone` does that, and so does this cell: the store is opened first, and its port is told to the ranks.
+# **Cure:** do not choose a port, ask for a free one: port 0. `torchrun --standalone` does that ([its page](https://docs.pytorch.org/docs/stable/elastic/run.html) lets it pick a free port), and so does this cell: the store is opened first, and its port is told to the ranks.
 
 
 # %%
@@ -378,7 +381,7 @@ assert values == [[1.0, 1.0]] * 2
 #
 # "It trains well and dies in the evaluation." Five predictions on two ranks: three here, two there.
 #
-# **Predict.** gloo does not compare shapes before it sends. What will the rank do that expects two numbers and gets three?
+# **Predict.** gloo does not compare shapes before it sends. You cannot know what follows, so bet: does the rank that expects two numbers and gets three hang, end with an error, or return garbage?
 
 
 # %%
@@ -420,7 +423,7 @@ assert values == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
 # %% [markdown]
 # ### Patient 7: unused parameters, at step 2
 #
-# "The first step is fine, so the model must be. The second step raises." This model has a second head that the loss does not use.
+# "The first step is fine, so the model must be. The second step raises." This model has a second head that the loss does not use. DDP sends gradients in *buckets*: groups of parameters, each sent when all gradients of its group are there.
 #
 # **Predict.** The mistake is in the forward pass of step 1. Why does nobody complain before step 2?
 
@@ -440,17 +443,20 @@ def train(heads=("price", "age"), **options):
     model = DDP(TwoHeads(heads), **options)
     for step in (1, 2, 3):
         try:
-            model(torch.ones(2, 3)).mean().backward()
+            now = "forward"
+            loss = model(torch.ones(2, 3)).mean()
+            now = "backward"
+            loss.backward()
         except RuntimeError as error:
-            raise RuntimeError(f"step {step}: {error}") from None
+            raise RuntimeError(f"{now} of step {step}: {error}") from None
     return f"{step} steps"
 
 
 outcome = examine(train)
-print(re.search(r"step \d: Expected to have finished reduction", outcome.message)[0])
+print(re.search(r"\w+ of step \d: Expected to have finished reduction", outcome.message)[0])
 
 # %% [markdown]
-# DDP sends gradients in *buckets*: groups of parameters, each sent when all gradients of its group are there. A parameter that takes no part leaves its bucket open; DDP notices when the next forward pass starts. **Tool: `TORCH_DISTRIBUTED_DEBUG=INFO`** adds the names. Not `DETAIL`: the last two lines try it, on this model and on one without the unused head. With the version above and gloo, DETAIL ends both in the constructor of DDP, so it says nothing about this patient.
+# A parameter that takes no part leaves its bucket open; DDP notices in the next forward pass. **Tool: `TORCH_DISTRIBUTED_DEBUG=INFO`** adds the names. Not `DETAIL`: the last two lines try it, on this model and on one without the unused head. With the version above and gloo, DETAIL kills the healthy one too, so it says nothing about this patient.
 
 # %%
 message = examine(train, level="INFO").message
@@ -616,23 +622,27 @@ assert list(sums) == [{"loss": 42.0, "hits": 50.0}] * 2
 
 # %%
 def black_box(program, folder):
+    totals = two_totals()
+
     def dump():
-        entries = torch._C._distributed_c10d._dump_fr_trace_json()
-        Path(folder, f"{dist.get_rank()}.json").write_bytes(entries)
+        flight = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+        flight["loss"] = totals["loss"].tolist()  # as it is in the hang
+        Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(flight))
 
     threading.Timer(1.0, dump).start()
-    return program()
+    return program(totals)
 
 
 with tempfile.TemporaryDirectory() as folder:
     hang(black_box, smallest_first, folder, sign="all_reduce")
-    flights = [json.loads(p.read_text())["entries"] for p in sorted(Path(folder).glob("*"))]
-for rank, entries in enumerate(flights):
-    for e in entries:
+    flights = [json.loads(p.read_text()) for p in sorted(Path(folder).glob("*"))]
+for rank, flight in enumerate(flights):
+    for e in flight["entries"]:
         print(f"rank {rank}: {e['collective_seq_id']} {e['profiling_name']} {e['input_sizes']}")
+print("loss on rank 0, in the hang:", flights[0]["loss"], "wanted: [13.0, 11.0]")
 
 # %% [markdown]
-# Rank 0 has two entries, rank 1 one: rank 0's *first* call has ended. gloo gave it the numbers of rank 1's other tensor, so its sum is wrong already, and it hangs in the second call. DETAIL stops before that. Like DETAIL, the flight recorder keeps shapes, not meanings: patient 10 would pass it. The function has an underscore, so it may change. With NCCL the *watchdog*, a thread that ends hanging collectives, writes the buffer to a file if `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, and `torchfrtrace` compares the files (not run here). Older pages set the buffer's size by another variable:
+# Rank 0 has two entries, rank 1 one: rank 0's *first* call has ended. gloo gave it the numbers of rank 1's other tensor (2 + 3 and 1 + 0), so its loss is wrong already, and it hangs in the second call. DETAIL stops before that. Like DETAIL, the flight recorder keeps shapes, not meanings: patient 10 would pass it. The function has an underscore, so it may change. With NCCL the *watchdog*, a thread that ends hanging collectives, writes the buffer to a file if `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, and `torchfrtrace` compares the files (not run here). Older pages set the buffer's size by another variable:
 
 # %% then="TORCH_NCCL_TRACE_BUFFER_SIZE" now="TORCH_FR_BUFFER_SIZE" since="deprecated in 2.13.0, perhaps earlier"
 # NBVAL_CHECK_OUTPUT
@@ -647,7 +657,7 @@ for variable in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
 # %% [markdown]
 # ### Patient 11: different seeds at the start
 #
-# "Each rank has a seed of its own, for the shuffling. The gradients are averaged. The model does not learn as it should." No DDP here: the gradients are averaged by hand.
+# "Each rank has a seed of its own, for the shuffling. The gradients are averaged. And still a checkpoint of rank 1 is another model than one of rank 0." No DDP here: the gradients are averaged by hand.
 
 
 # %%
@@ -667,6 +677,7 @@ def three_steps(together):
         if together:
             dist.broadcast(parameter.data, src=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    distances = []
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()
@@ -674,20 +685,21 @@ def three_steps(together):
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
         optimizer.step()
-    return fingerprint(model)
+        distances.append(fingerprint(model))
+    return distances
 
 
-print("as it was, ranks hold one model:", examine(three_steps, False)[1] == 0)
-distance = examine(three_steps, True)[1]
-print("mended,    ranks hold one model:", distance == 0)
-assert distance == 0  # not nearly: equal gradients on equal weights
+for words, together in {"as it was:": False, "mended:   ": True}.items():
+    distances = examine(three_steps, together)[1]
+    print(words, "distance after each step:", *(f"{distance:.3f}" for distance in distances))
+assert distances == [0, 0, 0]  # not nearly: equal gradients on equal weights
 
 # %% [markdown]
-# **Tool: a fingerprint of the weights**, compared over the ranks after the first step and once in a while. **Cause:** the seed was set before the model was made, so each rank made another one. Equal gradients move them in parallel for ever. **Cure:** broadcast the weights of rank 0 (`together`), as DDP does when it wraps a model.
+# **Tool: a fingerprint of the weights**, compared over the ranks after the first step and once in a while. **Cause:** the seed was set before the model was made, so each rank made another one. Equal gradients move both by equal steps, so the distance between them stays. **Cure:** broadcast the weights of rank 0 (`together`), as DDP does when it wraps a model.
 #
 # ### Patient 12: the scheduler is stepped n times
 #
-# "On two devices the second half of the training does nothing." The schedule lets the learning rate fall to zero in eight steps. A wrapper steps the scheduler once for each rank ([accelerate](https://github.com/huggingface/accelerate/issues/2142) does by default), because two ranks need half as many steps; this script had already halved them.
+# "On two devices the second half of the training does nothing." An epoch has 16 steps on one device, and 8 on two, because each rank sees half of the data. The script's schedule is written for those 8: the learning rate falls to zero in eight calls. Its wrapper expects a schedule written for 16, so it steps the scheduler once for each rank, twice a step ([accelerate](https://github.com/huggingface/accelerate/issues/2142) does so by default).
 #
 # **Predict.** The eight learning rates.
 
@@ -718,9 +730,9 @@ assert values == [[1 - step / 8 for step in range(8)]] * 2
 #
 # ### Patient 13: threads that crowd the cores
 #
-# "Two processes on the same machine need far more than twice the time of one." PyTorch gives a process about as many threads as the machine has cores. Two ranks that do not know of each other start twice as many threads as there are cores. `torchrun` sets `OMP_NUM_THREADS=1`, and `launch` gives each rank its share; `mp.spawn` and a hand-written loop do nothing. So this patient undoes what `launch` did: the same two cores for every rank.
+# "Two processes on the same machine need far more than twice the time of one." PyTorch gives a process about as many threads as the machine has cores. Two ranks that do not know of each other start twice as many threads as there are cores. `torchrun` [sets `OMP_NUM_THREADS=1`](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/run.py), and `launch` gives each rank its share; processes that you start yourself need [the same care](https://docs.pytorch.org/docs/stable/notes/multiprocessing.html). So this patient undoes what `launch` did: the same two cores for every rank.
 #
-# **Tool: count**: `torch.get_num_threads()` on each rank, summed, against the number of devices. `top` shows the load. Then measure with the right number, and one process alone for comparison.
+# **Tool: count**: `torch.get_num_threads()` on each rank, summed, against the number of devices. `top` shows the load. Then measure with the right number: compare the last two lines, the same ranks and the same sums. The first line is one process alone.
 
 
 # %%
@@ -741,7 +753,6 @@ def many_sums(threads, repeat=60):
 
 
 runs = {
-    "one process, one thread": launch(in_group, 1, many_sums, (1,), None, init=False),
     "one process, two threads": launch(in_group, 1, many_sums, (2,), None, init=False),
     "two ranks, crowded": examine(many_sums, 2),
     "two ranks, one thread": examine(many_sums, 1),
@@ -760,14 +771,14 @@ for name, ranks in runs.items():
 # %%
 CHART = [  # (program, its cause, the tool that shows it)
     ("log_on_rank_0", "1 collective on rank 0 only", "stacks"),
-    ("smallest_first", "2 collectives in another order", "DETAIL"),
+    ("smallest_first", "2 collectives in another order", "debug level DETAIL"),
     ("load", "3 worker forked from a rank uses the group", "look at the child"),
     ("meet", "4 port in use", "read every rank"),
     ("step_with_logs", "5 one rank raised, others lost it", "logs by time"),
-    ("gather_predictions", "6 another shape on one rank", "DETAIL"),
-    ("train", "7 unused parameters (at step 2)", "INFO"),
-    ("choose_device", "8 rank instead of local_rank", "print both"),
-    ("everybody_saves", "9 all ranks write one file", "who opens it"),
+    ("gather_predictions", "6 another shape on one rank", "debug level DETAIL"),
+    ("train", "7 unused parameters (at step 2)", "debug level INFO"),
+    ("choose_device", "8 rank instead of local_rank", "RANK, LOCAL_RANK"),
+    ("everybody_saves", "9 all ranks write one file", "log every open"),
     ("equal_shapes", "10 another order, equal shapes", "recorder"),
     ("three_steps", "11 different weights at the start", "fingerprint"),
     ("learning_rates", "12 scheduler stepped n times", "log the rate"),
@@ -801,7 +812,7 @@ for x, head in ((0.0, "what you see"), (1.05, "the tool"), (2.35, "the cause")):
     ax.text(x, -1.1, head, ha="left" if x else "center", fontsize=12, color="dimgrey")
 ax.set(xlim=(-0.5, 5.1), ylim=(len(chart) - 0.4, -1.6))
 ax.axis("off")
-ax.set_title(f"{len(chart)} causes behind {len(symptoms)} symptoms, each with a tool that shows it")
+ax.set_title(f"{len(chart)} causes behind {len(symptoms)} symptoms, and where to look")
 counts = [sum(kind == symptom for kind, _, _ in chart) for symptom in symptoms]
 words = [f"{s}: {n}".replace("\n", " ") for n, s in zip(counts, symptoms, strict=True)]
 plots.show(
@@ -812,11 +823,11 @@ plots.show(
 )
 
 # %% [markdown]
-# A symptom has several causes, so do not guess: the tool between them is the step that people leave out. Start at the left, use the tools of that ward, cheapest first: a stack can be had from a run that hangs, logs if they were switched on before, DETAIL needs another run. Patient 2 stands twice, in truth: it hangs *and* holds a wrong sum.
+# A symptom has several causes, so do not guess: the tool between them is the step that people leave out. Start at the left, use the tools of that ward, cheapest first: a stack can be had from a run that hangs, logs if they were switched on before, DETAIL needs another run. Patient 2 stands twice, in truth: it hangs *and* holds a wrong sum. And patient 9 ends with an error only because barriers forced the moment: most of the time it runs.
 #
 # ## What this machine cannot show
 #
-# NCCL fails in other words. A collective on a GPU is only *enqueued*, so the line that hangs is a later one that needs the result (`.item()`, a copy), and a stack points there. NCCL's **watchdog** ends the process after the group's time-out ([ten minutes](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group) if nobody sets it), with a message that blames the collective, not the cause. With two GPUs this cell runs patient 1 over NCCL; the multi-GPU path was not run by the authors.
+# NCCL fails in other words. A collective on a GPU is only *enqueued*, so the line that hangs is a later one that needs the result (`.item()`, a copy), and a stack points there. NCCL's **watchdog** ends the process after the group's time-out ([ten minutes](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group) if nobody sets it). With two GPUs this cell runs patient 1 over NCCL; the multi-GPU path was not run by the authors.
 
 
 # %%

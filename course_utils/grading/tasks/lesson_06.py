@@ -72,9 +72,10 @@ def _mend_run(student, inputs: dict) -> dict:
     def sum_totals(rank, totals):
         import torch
 
-        # Names whose order in a set is that of insertion, as under hash seeds of their own.
+        # Names of one length, whose order in a set is that of insertion, as under hash seeds
+        # of their own.
         order = lambda *names: list(set(names))  # noqa: E731
-        pairs = ((f"loss {i}", f"hits {j}") for i in range(40) for j in range(40))
+        pairs = ((f"loss {i}", f"hits {j}") for i in range(10, 50) for j in range(10, 50))
         loss, hits = next((a, b) for a, b in pairs if order(a, b) != order(b, a))
         real = {"loss": loss, "hits": hits}
         sums = function({real[name]: torch.tensor([float(value)]) for name, value in totals[rank]})
@@ -98,7 +99,7 @@ def _mend_run(student, inputs: dict) -> dict:
 
         import torch
 
-        seen = {"half": False, "gone": False}
+        seen = {"half": False, "gone": False, "wrote": []}  # and which other files beside it
 
         def contents():
             if not os.path.exists(path):
@@ -114,7 +115,19 @@ def _mend_run(student, inputs: dict) -> dict:
                 time.sleep(0.05)
                 return float, (0.0,)
 
+        def note(file):
+            if watching and isinstance(file, (str, bytes, os.PathLike)):
+                file = os.path.abspath(os.fsdecode(file))
+                if file != path and os.path.dirname(file) == os.path.dirname(path):
+                    seen["wrote"].append(os.path.basename(file))
+
+        def noted_save(state, file, *args, **kwargs):  # it opens its file in compiled code
+            note(file)
+            return plain_save(state, file, *args, **kwargs)
+
         def audit(event, arguments):
+            if event == "open" and any(letter in (arguments[1] or "") for letter in "wa+"):
+                note(arguments[0])
             if event not in ("os.remove", "os.rename", "open") or not watching:
                 return
             if not isinstance(arguments[0], (str, bytes, os.PathLike)):
@@ -132,8 +145,12 @@ def _mend_run(student, inputs: dict) -> dict:
         torch.distributed.barrier()  # so late is late
         if rank == late:
             time.sleep(0.2)
-        function({"step": steps[rank], "slow": Reading()}, path)
-        watching.clear()
+        plain_save, torch.save = torch.save, noted_save
+        try:
+            function({"step": steps[rank], "slow": Reading()}, path)
+        finally:
+            torch.save = plain_save
+            watching.clear()
         try:
             step = torch.load(path, weights_only=False)["step"]
         except Exception as error:
@@ -159,6 +176,11 @@ def _mend_run(student, inputs: dict) -> dict:
                 values = launch(
                     in_group, 2, program, given, notes, init=False, timeout=20, oversubscribe=True
                 )
+                if name == "save":  # did both ranks write the same file beside the path?
+                    for pair in zip(*values, strict=True):
+                        first, second = (set(saved.pop("wrote")) for saved in pair)
+                        for saved in pair:
+                            saved["twice"] = not first.isdisjoint(second)
                 answers[name] = {"values": values}
             except RankError as error:  # LaunchTimeout is one too
                 first = next(iter(error.message.splitlines()), "")
@@ -291,6 +313,8 @@ def _mend_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         torn = "the path was written in place: who reads it meanwhile finds half a file"
     if not torn and any(item(pair, "gone") is not False for pair in pairs):
         torn = "for a moment there was no file at the path, neither the old one nor the new one"
+    if not torn and any(item(pair, "twice") is not False for pair in pairs):
+        torn = "both ranks write a file of one name: one may rename what is half written"
     text = "save: who reads the path meanwhile finds the old state or the new one"
     return [*findings, Finding(text, 1, torn)]
 
@@ -481,6 +505,29 @@ def save(state, path):
 """,
             3,
         ),
+        Wrong(
+            "in order of the names' lengths; both ranks write one temporary file",
+            _WHOLE["mean_loss"]
+            + """
+import torch.distributed as dist
+def sum_totals(totals):
+    for name in sorted(totals, key=len):
+        dist.all_reduce(totals[name])
+    return totals
+"""
+            + _WHOLE["gather_all"]
+            + """
+import os, time, torch, torch.distributed as dist
+def save(state, path):
+    box = [state]
+    dist.broadcast_object_list(box)
+    time.sleep(0.5 * dist.get_rank())  # hopes that the other has done by then
+    torch.save(box[0], path + ".new")
+    os.replace(path + ".new", path)
+    dist.barrier()
+""",
+            5,
+        ),
     ),
 )
 
@@ -559,13 +606,22 @@ _DUMPS = {
 }
 
 
+# The guilty rank's own error may have the type of the victims' errors.
+_OWN_ERROR = (
+    "raised RuntimeError: The size of tensor a (3) must match the size of tensor b (2) at "
+    "non-singleton dimension 0"
+)
+
+
 def _guilty_inputs(seed: int) -> list:
     rng = random.Random(seed)
     cases = []
     for kind, (guilty, *others) in _DUMPS.items():
-        for place in rng.sample(range(4), k=3):  # so no fixed answer is right for a kind
+        places = rng.sample(range(4), k=3)  # so no fixed answer is right for a kind
+        for number, place in enumerate(places):
             dumps = rng.sample(others, k=3)
-            dumps.insert(place, guilty)
+            own = number and kind == "raised first"
+            dumps.insert(place, _OWN_ERROR if own else guilty)
             cases.append({"kind": kind, "dumps": dumps})
     rng.shuffle(cases)
     return cases
@@ -576,7 +632,11 @@ def _guilty_run(student, inputs: list) -> list:
 
 
 def _guilty_expected(inputs: list) -> list:
-    return [case["dumps"].index(_DUMPS[case["kind"]][0]) for case in inputs]
+    ranks = []
+    for case in inputs:
+        others = _DUMPS[case["kind"]][1:]
+        ranks.append(next(r for r, dump in enumerate(case["dumps"]) if dump not in others))
+    return ranks
 
 
 def _guilty_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
@@ -641,6 +701,15 @@ def guilty_rank(dumps):
     return 0
 """,
             3,
+        ),
+        Wrong(
+            "the one whose first twenty letters are there once",
+            """
+def guilty_rank(dumps):
+    heads = [dump[:20] for dump in dumps]
+    return next((r for r, head in enumerate(heads) if heads.count(head) == 1), 0)
+""",
+            4,
         ),
         Wrong("always rank 0", "\ndef guilty_rank(dumps):\n    return 0\n", 0),
     ),
