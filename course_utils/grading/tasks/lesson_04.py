@@ -52,7 +52,7 @@ def _ring_run(student, inputs: list) -> list:
     """All-reduce the numbers of each case on real ranks; count what `send` is given."""
     import re
 
-    from course_utils.launch import RankError, launch
+    from course_utils.grading.ranks import on_ranks
 
     def on_rank(function, cases):
         from datetime import timedelta
@@ -102,26 +102,15 @@ def _ring_run(student, inputs: list) -> list:
             ready(group=group)  # nobody leaves before every parcel was taken
         return answers
 
-    def outcome(function, cases):
-        try:
-            return launch(on_rank, len(cases[0]), function, cases, oversubscribe=True, timeout=30)
-        except RankError as error:
-            if error.type_name == "NotImplementedError":
-                raise NotImplementedError from None
-            line = re.findall(rf"in {function.__name__}\n\s+(.+)", error.traceback)
-            where = f" at `{line[-1].strip()}`" if line else ""
-            if isinstance(error, TimeoutError):
-                return {"error": f"the ranks wait for each other{where}: who has to send there?"}
-            if re.search("[Tt]imed out|Connection (closed|reset)", error.message):
-                return {"error": f"rank {error.rank} waits{where} for a message that never comes"}
-            return {"error": f"rank {error.rank}: {error.type_name}{where}: {error.message[:150]}"}
-
     answers = []
     for each in inputs:
         if answers and re.search("never comes|wait for each other", str(answers[-1])):
             answers.append(answers[-1])  # another wait would tell nothing new
         else:
-            answers.append(outcome(student.ring_all_reduce, each["cases"]))
+            function, cases = student.ring_all_reduce, each["cases"]
+            hangs = "the ranks wait for each other{where}: who has to send there?"
+            waits = "rank {rank} waits{where} for a message that never comes"
+            answers.append(on_ranks(on_rank, len(cases[0]), function, cases, hangs, waits))
     return answers
 
 
@@ -375,9 +364,7 @@ def _average_inputs(seed: int) -> list:
 
 def _average_run(student, inputs: list) -> list:
     """Give each rank a model with gradients of its own, and return what it has afterwards."""
-    import re
-
-    from course_utils.launch import RankError, launch
+    from course_utils.grading.ranks import on_ranks
 
     def on_rank(function, case):
         import torch
@@ -400,23 +387,14 @@ def _average_run(student, inputs: list) -> list:
             "weights": [p.tolist() for p in parameters],
         }
 
-    def outcome(function, case):
-        ranks = len(case["gradients"])
-        try:
-            return launch(on_rank, ranks, function, case, oversubscribe=True, timeout=30)
-        except RankError as error:
-            if error.type_name == "NotImplementedError":
-                raise NotImplementedError from None
-            line = re.findall(rf"in {function.__name__}\n\s+(.+)", error.traceback)
-            where = f" at `{line[-1].strip()}`" if line else ""
-            if isinstance(error, TimeoutError):
-                return {"error": f"a rank waits{where}, and the others do not come: who calls it?"}
-            return {"error": f"rank {error.rank}: {error.type_name}{where}: {error.message[:150]}"}
-
+    function = student.average_gradients
+    hangs = "a rank waits{where}, and the others do not come: who calls it?"
     answers = []
     for case in inputs:
-        hangs = answers and "do not come" in str(answers[-1])  # then another wait is in vain
-        answers.append(answers[-1] if hangs else outcome(student.average_gradients, case))
+        if answers and "do not come" in str(answers[-1]):
+            answers.append(answers[-1])  # another wait would tell nothing new
+        else:
+            answers.append(on_ranks(on_rank, len(case["gradients"]), function, case, hangs))
     return answers
 
 
@@ -603,9 +581,7 @@ def _start_inputs(seed: int) -> dict:
 
 def _start_run(student, inputs: dict) -> Any:
     """Each rank starts elsewhere; return what it has after the call, and after one step."""
-    import re
-
-    from course_utils.launch import RankError, launch
+    from course_utils.grading.ranks import on_ranks
 
     def on_rank(function, starts):
         import torch
@@ -642,17 +618,9 @@ def _start_run(student, inputs: dict) -> Any:
         optimizer.step()
         return held | {"stepped": report("parameters")}
 
-    starts, function = inputs["ranks"], student.start_equal
-    try:
-        return launch(on_rank, len(starts), function, starts, oversubscribe=True, timeout=30)
-    except RankError as error:
-        if error.type_name == "NotImplementedError":
-            raise NotImplementedError from None
-        line = re.findall(rf"in {function.__name__}\n\s+(.+)", error.traceback)
-        where = f" at `{line[-1].strip()}`" if line else ""
-        if isinstance(error, TimeoutError):
-            return {"error": f"a rank waits{where}, and the other does not come: who calls it?"}
-        return {"error": f"rank {error.rank}: {error.type_name}{where}: {error.message[:150]}"}
+    starts = inputs["ranks"]
+    hangs = "a rank waits{where}, and the other does not come: who calls it?"
+    return on_ranks(on_rank, len(starts), student.start_equal, starts, hangs)
 
 
 def _start_expected(inputs: dict) -> dict:
