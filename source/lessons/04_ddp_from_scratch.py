@@ -610,9 +610,9 @@ for row, bars in spans.items():
 #
 # One bucket sends everything at the end; many send early, but each message costs something to start. So time it, the ways taking turns. *No messages* is a pass under `no_sync()`.
 #
-# On cores there is a catch: gloo's copying and adding runs on the core that computes. What it takes, backward loses. So there is a second table, with a **made-up link** that needs no core: before each real all-reduce, a helper thread sleeps, 8 ms a message and 2.5 ms a MiB, one message after the other. (On GPUs the link is real already, and the second table is left out.)
+# On cores there is a catch: gloo's copying and adding runs on the core that computes. What it takes, backward loses. So there is a second table, with a **made-up link** that needs no core: before each real all-reduce, a helper thread sleeps, 8 ms a message and 6 ms a MiB, one message after the other. (On GPUs the link is real already, and the second table is left out.)
 #
-# **Predict.** Let backward compute for 48 ms and take only the made-up link's sleep. One bucket of 8 MiB: 48 ms, then 8 + 20. With 4 buckets, of 2 MiB each, the first can leave after 12 ms; with 8 buckets after 6. When is the last one through?
+# **Predict.** Let backward compute for 80 ms and take only the made-up link's sleep. One bucket of 8 MiB: 80 ms, then 8 + 48. With 4 buckets, of 2 MiB each, the first can leave after 20 ms; with 8 buckets after 10. When is the last one through?
 #
 # (A ratio is taken within each round, and the middle one is shown; so it can differ from the ratio of two medians.)
 
@@ -624,7 +624,7 @@ def made_up_link():
 
     def carry(buffer, arrived):
         try:
-            time.sleep(0.008 + 0.0025 * buffer.nbytes / 2**20)
+            time.sleep(0.008 + 0.006 * buffer.nbytes / 2**20)
             dist.all_reduce(buffer)
             arrived.set_result(buffer.div_(dist.get_world_size()))  # keeps the promise
         except Exception as error:
@@ -642,7 +642,7 @@ def race(caps, with_link, rounds):
     models = {n: DistributedDataParallel(make_deep(), bucket_cap_mb=c) for n, c in caps.items()}
     for model in models.values() if with_link else ():
         model.register_comm_hook(None, made_up_link())
-    x = torch.ones(512, 512, device=my_device())
+    x = torch.ones(768, 512, device=my_device())
     models = {"no messages": models["1 bucket"], **models}
     seconds = {name: [] for name in models}
     busy = {name: [] for name in models}  # time of this rank's core, waiting left out
@@ -706,7 +706,7 @@ plots.show(
 )  # fmt: skip
 
 # %% [markdown]
-# The dotted line is the pass without messages: no way can beat it, and where one seems to, other programs were on your cores. The thin bars are the middle half of the rounds. The answers to the prediction: 76 ms with one bucket, 12 + 4·13 = 64 with four, 6 + 8·10.5 = 90 with eight. So overlap pays, until starting messages costs more than it hides. Where the turn comes depends on the link and on the time that backward computes: on your machine that is another one, and the real all-reduce comes on top.
+# The dotted line is the pass without messages: no way can beat it, and where one seems to, other programs were on your cores. The thin bars are the middle half of the rounds. The answers to the prediction: 136 ms with one bucket, 20 + 4·20 = 100 with four, 10 + 8·14 = 122 with eight. So overlap pays, until starting messages costs more than it hides. Where the turn comes depends on the link and on the time that backward computes: on your machine that is another one, and the real all-reduce comes on top.
 #
 # Over gloo alone two things mix. What buckets hide there is *waiting*: for the other rank, and for bytes on their way. What they cannot hide is *work*: compare the last line of each table with and without messages. That is the rule to keep: **overlap hides time on the link, not work on the device**.
 #

@@ -35,6 +35,7 @@
 import copy
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -901,12 +902,35 @@ print(
 #
 # ## Then → now
 #
-# | then | now | why |
-# |---|---|---|
-# | `model.half()`, or NVIDIA's Apex | `torch.autocast` | weights stay in float32 |
-# | `torch.cuda.amp.autocast()`, `torch.cuda.amp.GradScaler()` | `torch.autocast("cuda")`, `torch.amp.GradScaler("cuda")` | deprecated in 2024; the new ones know other devices |
-# | `checkpoint(fn, x)` | `checkpoint(fn, x, use_reentrant=False)` | the old way needs an input with a gradient, and warns |
-# | `resnet18(pretrained=True)` | `resnet18(weights="DEFAULT")` | says which weights |
+# Older tutorials do not say `torch.autocast` and `use_reentrant=False`. Here is what becomes of their lines.
+
+# %% then="torch.cuda.amp.autocast(), torch.cuda.amp.GradScaler()" now="torch.autocast(device), torch.amp.GradScaler(device)" since="PyTorch 2.4"
+# NBVAL_CHECK_OUTPUT
+amp = {
+    "then": (torch.cuda.amp.autocast, torch.cuda.amp.GradScaler),
+    "now": (partial(torch.autocast, device), partial(torch.amp.GradScaler, device)),
+}
+for when, makers in amp.items():
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for make in makers:
+            make(enabled=False)
+    said = [str(w.message).split(". ")[0] for w in heard] or ["no warning"]
+    print(f"{when}:", *said, sep="\n  ")
+
+# %% then="checkpoint(function, x)" now="checkpoint(function, x, use_reentrant=False)" since="PyTorch 2.1: the old way warns"
+# NBVAL_CHECK_OUTPUT
+layer, pixels = nn.Linear(4, 4), torch.ones(1, 4)  # an input needs no gradient, the weights do
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    then = checkpoint(layer, pixels)
+now = checkpoint(layer, pixels, use_reentrant=False)
+print(f"then: {len(heard)} warnings; the weights get a gradient: {then.requires_grad}")
+print(f"now:  the weights get a gradient: {now.requires_grad}")
+assert heard and not then.requires_grad and now.requires_grad
+
+# %% [markdown]
+# The old `checkpoint` on the first layer of a network trains without that layer, and only a warning says so. Two more: `model.half()`, or NVIDIA's Apex, made the weights 16-bit; `torch.autocast` leaves them in float32. And torchvision's `resnet18(pretrained=True)` did not say which weights; `resnet18(weights="DEFAULT")` does.
 #
 # ## Exercise
 #
