@@ -2,8 +2,9 @@
 
 The same function trains under `launch` and under torchrun, with DDP from two ranks on; Lightning's
 Trainer, started by torchrun, trains the same model. All ranks have the cores, the one thread and
-the network interface that `launch` gives them. Every group of ranks starts once and then waits;
-the groups take turns, slice by slice: some steps to warm up, a barrier, then the steps that count.
+the network interface that `launch` gives them. Every group of ranks starts three times and then
+waits; the groups take turns, slice by slice: some steps to warm up, a barrier, then the steps that
+count.
 So the times are of steady steps alone. Start-up is stated apart: from the command to the end of
 the first steps, in a fresh process. Each slice begins with the same weights, and all methods must
 come to the same loss. The batch is per rank (weak scaling), and lies on the device from the start.
@@ -17,6 +18,7 @@ import math
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,7 @@ LAUNCH, TORCHRUN, LIGHTNING = "launch", "torchrun", "Lightning"
 BATCHES = (8, 32, 128)
 RANKS = (1, 2, 4)
 WARMUP = 2  # steps: after its first one DDP sorts its buckets anew
+STARTS = 3  # of every group
 SLICE_SECONDS = 0.6  # at least; a slice has at least three steps
 SLOWER, SPEEDUP, FROM_BATCH = 1.05, 1.6, 32
 ROOT = Path(__file__).resolve().parent.parent
@@ -318,25 +321,38 @@ Key = tuple[str, int, int]  # method, ranks, images a rank
 def measure(
     plan: list[tuple[str, int]], batches: tuple[int, ...], rounds: int, seconds: float
 ) -> tuple[dict[Key, list[float]], dict[int, int], dict[tuple[str, int], float], float]:
-    """All groups taking turns.
+    """All groups taking turns, `rounds` rounds with each of STARTS starts of every group.
+
+    Two processes of the same method differ by up to a tenth, for as long as they live, so one
+    start of each would compare two processes and not two methods.
 
     Returns the seconds of every slice, the steps of a slice by batch, the start-up of every group
-    in seconds, and the percentage of the cores that other programs used.
+    in seconds (median), and the largest percentage of the cores that other programs used.
     """
-    groups: list[Group] = []
-    try:
-        for method, ranks in plan:
-            groups.append(Group(method, ranks))
-            print(f"{method}, {ranks} ranks: started in {groups[-1].start_up:.1f} s", flush=True)
-        steps = {}
-        for batch in batches:
-            one, _ = groups[0].slice(batch, 3)
-            steps[batch] = max(3, math.ceil(3 * seconds / one))
-        runs, percent = quietest(lambda: take_turns(groups, steps, rounds), attempts=2)
-        return runs, steps, {(g.method, g.ranks): g.start_up for g in groups}, percent
-    finally:
-        for group in groups:
-            group.end()
+    runs: dict[Key, list[float]] = {}
+    start_ups: dict[tuple[str, int], list[float]] = {}
+    steps: dict[int, int] = {}
+    most = 0.0
+    for _ in range(STARTS):
+        groups: list[Group] = []
+        try:
+            for method, ranks in plan:
+                groups.append(Group(method, ranks))
+                start_up = groups[-1].start_up
+                start_ups.setdefault((method, ranks), []).append(start_up)
+                print(f"{method}, {ranks} ranks: started in {start_up:.1f} s", flush=True)
+            for batch in batches:
+                if batch not in steps:
+                    one, _ = groups[0].slice(batch, 3)
+                    steps[batch] = max(3, math.ceil(3 * seconds / one))
+            found, percent = quietest(lambda g=groups: take_turns(g, steps, rounds), attempts=2)
+        finally:
+            for group in groups:
+                group.end()
+        most = max(most, percent)
+        for key, times in found.items():
+            runs.setdefault(key, []).extend(times)
+    return runs, steps, {key: statistics.median(s) for key, s in start_ups.items()}, most
 
 
 def take_turns(groups: list[Group], steps: dict[int, int], rounds: int) -> dict[Key, list[float]]:
@@ -407,9 +423,10 @@ def note(start_ups: dict[tuple[str, int], float], steps: dict[int, int]) -> str:
         if ranks == most
     )
     text = (
-        f"Steady steps alone, all groups taking turns; a slice is {rounds}. Start-up of {most} "
-        f"ranks, from the command to the end of {WARMUP + 1} steps, once each: {starts}. That is "
-        "a first launch with the start of Python itself; every later one in the same notebook "
+        f"Steady steps alone, all groups taking turns; a slice is {rounds}. Every group was "
+        f"started {STARTS} times: two processes of one method can differ as well. Start-up of "
+        f"{most} ranks, from the command to the end of {WARMUP + 1} steps, median of {STARTS}: "
+        f"{starts}. That is a first launch with the start of Python itself; every later one in the same notebook "
         "takes what the table of `launch` above says. Lightning is started by torchrun."
     )
     if any(method == LAUNCH and ranks > most for method, ranks in start_ups):
@@ -417,7 +434,7 @@ def note(start_ups: dict[tuple[str, int], float], steps: dict[int, int]) -> str:
     return text
 
 
-def main(rounds: int = 7) -> dict:
+def main(rounds: int = 3) -> dict:
     gpus = len(census().usable_gpus) > 1
     if not gpus:  # `launch` would put one rank on a single GPU and two ranks on cores
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"

@@ -108,12 +108,14 @@ def test_the_quietest_attempt_is_kept_whatever_it_measured(monkeypatch):
 def test_scaling_in_a_small_way(monkeypatch):
     """Real ranks by every method, to the same loss (else it raises), and none is left."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    monkeypatch.setattr(scaling_bench, "STARTS", 1)
     groups = [("launch", 1), ("launch", 2), ("torchrun", 2), ("Lightning", 2)]
     before = set(psutil.Process().children(recursive=True))
     runs, steps, starts, _ = scaling_bench.measure(groups, (2,), rounds=1, seconds=0.0)
     assert set(psutil.Process().children(recursive=True)) <= before
     assert list(runs) == [(*group, 2) for group in groups] and steps == {2: 3}
     found = scaling_bench.results(runs, steps, starts, devices=2, gpus=False)
+    assert all(len(times) == 1 for times in runs.values())
     assert [len(line) for line in found["table"]["rows"]] == 2 * [len(found["table"]["head"])]
     assert "Lightning" in found["note"] and len(found["rows"]) == 4
 
