@@ -427,7 +427,8 @@ def note(start_ups: dict[tuple[str, int], float], steps: dict[int, int]) -> str:
         f"started {STARTS} times: two processes of one method can differ as well. Start-up of "
         f"{most} ranks, from the command to the end of {WARMUP + 1} steps, median of {STARTS}: "
         f"{starts}. That is a first launch with the start of Python itself; every later one in the "
-        "same notebook takes what the table of `launch` above says. Lightning is started by torchrun."
+        "same notebook takes what the table of `launch` above says. Lightning is started by "
+        "torchrun."
     )
     if any(method == LAUNCH and ranks > most for method, ranks in start_ups):
         text += " Oversubscribed: ranks share cores, so the times say nothing about more devices."
