@@ -3,11 +3,14 @@
 Each notebook's kernel writes the ledger of its launches (COURSE_LAUNCH_LEDGER). After its last
 cell the ledger must show the devices that the notebook's header promises. In an exercise every
 test cell must score 0, in a solution all its points.
+
+And what a shell may have switched off: `make test &` in a script starts with Ctrl-C ignored.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -16,6 +19,12 @@ import pytest
 LEDGER = "COURSE_LAUNCH_LEDGER"
 _ledgers: dict[str, Path] = {}  # notebook -> its ledger
 _ran: dict[str, int] = {}  # notebook -> how many of its cells have run
+
+
+def pytest_configure() -> None:
+    """The tests that press Ctrl-C must be heard, also before `launch` listens by itself."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _is_cell(item: pytest.Item) -> bool:

@@ -417,6 +417,10 @@ def test_ctrl_c_shows_where_the_ranks_were(capsys):
     assert launch(os.getppid, 1)  # the next launch works
 
 
+def test_ctrl_c_is_heard_also_when_the_tests_run_in_the_background():
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # see conftest.py
+
+
 @pytest.mark.slow
 def test_fifty_interrupted_launches_leave_nothing():
     seconds = f"600.{os.getpid()}"  # to know our own again
