@@ -411,6 +411,7 @@ def test_ctrl_c_shows_where_the_ranks_were(capsys):
     def wait():
         time.sleep(60)
 
+    launch(os.getpid, 1)  # the framework is imported: 0.7 s are enough to start
     with pytest.raises(KeyboardInterrupt), ctrl_c_after(0.7):
         launch(wait, 2)
     assert "rank 1 is in wait" in capsys.readouterr().err
