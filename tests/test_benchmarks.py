@@ -120,6 +120,21 @@ def test_scaling_in_a_small_way(monkeypatch):
     assert "Lightning" in found["note"] and len(found["rows"]) == 4
 
 
+@pytest.mark.slow
+def test_scaling_pools_the_rounds_of_every_start(monkeypatch):
+    """One process can be slower than the next as long as it lives, so one start is not enough."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    monkeypatch.setattr(scaling_bench, "STARTS", 2)
+    pids = []
+    end = scaling_bench.Group.end
+    monkeypatch.setattr(
+        scaling_bench.Group, "end", lambda self: (pids.append(self.process.pid), end(self))
+    )
+    runs, *_ = scaling_bench.measure([("launch", 1)], (2,), rounds=2, seconds=0.0)
+    assert [len(seconds) for seconds in runs.values()] == [2 * 2]
+    assert len(set(pids)) == 2
+
+
 def test_scaling_says_what_it_kept_and_what_is_oversubscribed():
     assert scaling_bench.plan(2, gpus=False)[-2:] == [("Lightning", 2), ("launch", 4)]
     assert [n for _, n in scaling_bench.plan(2, gpus=True)] == [1, 1, 1, 2, 2, 2]
