@@ -1,4 +1,4 @@
-"""docs/pytorch_then_now.md is what the lessons' cells give; a row that says too little fails."""
+"""docs/then_now.md is what the lessons' cells give; a row that says too little fails."""
 
 import shutil
 from pathlib import Path
@@ -45,13 +45,28 @@ def test_a_cell_gives_a_row_in_the_order_of_the_lessons(tmp_path):
     assert pin.replace("==", " ") in page
 
 
+def test_tensorflow_and_keras_have_a_table_of_their_own(tmp_path):
+    lesson = LESSON
+    for since in ("Keras 3.0", "Lightning 2.0", "TensorFlow 2.16", "PyTorch 2.6"):
+        lesson += ADDED.replace("gpus=2", since, 1).replace("Lightning 2.0", since)
+    page = then_now.page(course(tmp_path, _03_it=lesson))
+    torch, tensorflow = page.split("## TensorFlow and Keras\n")
+    assert [part.count("| [03]") for part in (torch, tensorflow)] == [2, 2]
+    assert "(Lightning 2.0)" in torch and "(PyTorch 2.6)" in torch
+    first, second = (line for line in tensorflow.splitlines() if "| [03]" in line)
+    assert first.startswith("| 3 | <code>Trainer(Keras 3.0)") and second.startswith("| 4 |")
+    pin = next(p for p in (ROOT / "constraints.txt").read_text().split() if p[:7] == "keras==")
+    assert pin.replace("==", " ") in tensorflow.split("|")[0]
+
+
 def test_without_a_cell_the_page_says_so(tmp_path):
-    assert "No lesson has one yet." in then_now.page(course(tmp_path, _00_it=LESSON))
+    page = then_now.page(course(tmp_path, _00_it=LESSON))
+    assert page.count("No lesson has one yet.") == 2 and "## The cells" not in page
 
 
 def test_a_stale_page_fails_and_is_written_again(tmp_path):
     folder = course(tmp_path, _03_it=LESSON + ADDED)
-    stale = ["docs/pytorch_then_now.md is out of step with the lessons: "
+    stale = ["docs/then_now.md is out of step with the lessons: "
              "python tools/checks.py --write"]  # fmt: skip
     assert then_now.check(folder) == stale
     assert then_now.check(folder, write=True) == [] and then_now.check(folder) == []

@@ -5,7 +5,7 @@ finds nothing there is no check.
 
     python tools/checks.py            run all of them
     python tools/checks.py --write    write what is generated: the lesson table of README.md, and
-                                      docs/pytorch_then_now.md
+                                      docs/then_now.md
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ def install_commands(venv, torch_choice):
     if venv.name == ".venv-tf-gpu":
         # No torch here: its CUDA wheels and TensorFlow's overwrite each other's cuDNN.
         tensorflow = pin("tensorflow").replace("==", "[and-cuda]==")
-        return [pip + [tensorflow, pin("ipykernel"), "-e", "."], compile_command(venv)]
+        install = pip + [tensorflow, pin("ipykernel"), "-e", ".[tensorflow]"]
+        return [install, compile_command(venv)]
     if torch_choice == "cpu":
         pip += ["--extra-index-url", PYTORCH_CPU]
     install = pip + [pin("torch"), "-e", ".[torch,tensorflow,peers,experiment,lab,dev]"]

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 # nbgrader acts on these too; we use none of them, so one that appears is a mistake.
 FOREIGN = re.compile(r"(BEGIN|END) (HIDDEN TESTS|MARK SCHEME)|(HASHED )?AUTOTEST")
-THEN_NOW = {"then", "now", "since"}  # rows of docs/pytorch_then_now.md, see tools/then_now.py
+THEN_NOW = {"then", "now", "since"}  # rows of docs/then_now.md, see tools/then_now.py
 CELL_KEYS = {"tags", "task", "test", "slideshow"} | THEN_NOW
 EXTRAS = {"torch", "tensorflow", "peers", "experiment"}
 

@@ -1,8 +1,9 @@
-"""docs/pytorch_then_now.md, from the lessons' cells that show an old way and what replaced it.
+"""docs/then_now.md, from the lessons' cells that show an old way and what replaced it.
 
     # %% then="Trainer(gpus=2)" now="Trainer(devices=2)" since="Lightning 2.0"
 
-Such a cell of source/lessons/ gives one row of the page. `python tools/checks.py --write`
+Such a cell of source/lessons/ gives one row of the page: under TensorFlow and Keras where
+`since` begins with one of these names, under PyTorch otherwise. `python tools/checks.py --write`
 writes it; the checks fail while it is not what the cells give.
 """
 
@@ -17,15 +18,19 @@ import jupytext
 from tools.sources import ROOT, Source
 
 KEYS = ("then", "now", "since")
-PAGE = "docs/pytorch_then_now.md"
-PACKAGES = ("torch", "pytorch-lightning", "onnx", "onnxscript", "torchsummary", "torchinfo")
-HEAD = """# Then → now: PyTorch in older tutorials
+PAGE = "docs/then_now.md"
+TENSORFLOW = ("TensorFlow", "Keras")
+PACKAGES = {
+    "PyTorch": ("torch", "pytorch-lightning", "onnx", "onnxscript", "torchsummary", "torchinfo"),
+    "TensorFlow and Keras": ("tensorflow", "keras", "tf-keras"),
+}
+HEAD = """# Then → now: what older tutorials say
 
 Written by `python tools/checks.py --write` from the lessons' cells: do not edit.
 
 What tutorials still say, what to write today, and since when. Each row has a cell that shows it.
 It stands in a lesson and below, folded, and the tests run it, so that a row cannot go stale unseen.
-They run it with {versions}, as `constraints.txt` has them.
+They run it with the versions of `constraints.txt`.
 """
 
 
@@ -66,21 +71,30 @@ def _row(source: Source, line: int, cell) -> dict[str, str]:
 def page(folder: Path = ROOT) -> str:
     """The whole page. Raises SourceError with file:line."""
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (folder / "constraints.txt").read_text(), re.M))
-    versions = ", ".join(f"{name} {pins[name]}" for name in PACKAGES)
-    table, cells = [], []
-    for number, row in enumerate(rows(folder), 1):
-        # HTML, because a Markdown table splits at a | even inside backticks.
-        then, now, since = (html.escape(row[k], False).replace("|", "&#124;") for k in KEYS)
-        lesson = f"[{row['lesson'][:2]}](../notebooks/{row['lesson']}.ipynb)"
-        table.append(
-            f"| {number} | <code>{then}</code> | <code>{now}</code> | {since} | {lesson} |"
-        )
-        head = f"{number}. <code>{then}</code> → <code>{now}</code> (lesson {row['lesson'][:2]}, "
-        cells += ["<details>", f"<summary>{head}{html.escape(row['title'])})</summary>", ""]
-        cells += ["````python", row["code"], "````", "", "</details>", ""]
-    head = ["| | then | now | since | lesson |", "|---|---|---|---|---|"]
-    body = [*head, *table, "", "## The cells", "", *cells] if table else ["No lesson has one yet."]
-    return "\n".join([HEAD.format(versions=versions), *body]).rstrip() + "\n"
+    tables, cells, number = [], [], 0
+    found = rows(folder)
+    for name, packages in PACKAGES.items():
+        versions = ", ".join(f"{package} {pins[package]}" for package in packages)
+        tables += [f"## {name}", "", f"Run with {versions}.", ""]
+        part = [r for r in found if (r["since"].startswith(TENSORFLOW)) == (name != "PyTorch")]
+        if not part:
+            tables += ["No lesson has one yet.", ""]
+            continue
+        tables += ["| | then | now | since | lesson |", "|---|---|---|---|---|"]
+        for row in part:
+            number += 1
+            # HTML, because a Markdown table splits at a | even inside backticks.
+            then, now, since = (html.escape(row[k], False).replace("|", "&#124;") for k in KEYS)
+            lesson = f"[{row['lesson'][:2]}](../notebooks/{row['lesson']}.ipynb)"
+            tables.append(
+                f"| {number} | <code>{then}</code> | <code>{now}</code> | {since} | {lesson} |"
+            )
+            head = f"{number}. <code>{then}</code> → <code>{now}</code> (lesson {row['lesson'][:2]}"
+            cells += ["<details>", f"<summary>{head}, {html.escape(row['title'])})</summary>", ""]
+            cells += ["````python", row["code"], "````", "", "</details>", ""]
+        tables.append("")
+    body = [*tables, "## The cells", "", *cells] if cells else tables
+    return "\n".join([HEAD, *body]).rstrip() + "\n"
 
 
 def check(folder: Path = ROOT, write: bool = False) -> list[str]:
