@@ -53,7 +53,8 @@ class CtrlC:
             signal.signal(signal.SIGINT, self.before or signal.default_int_handler)
         self.reader.close()
         self.writer.close()
-        if self.pressed and kind is None:
+        # Also where a rank failed at the same moment: `launch` tries again after some errors.
+        if self.pressed and kind is not KeyboardInterrupt:
             raise KeyboardInterrupt
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from course_utils import _crew
+from course_utils import _attend, _crew
 from course_utils.devices import NotEnoughDevices, census, slots
 from course_utils.launch import LaunchTimeout, NestedLaunch, RankError, launch
 
@@ -416,6 +416,24 @@ def test_ctrl_c_shows_where_the_ranks_were(capsys):
         launch(wait, 2)
     assert "rank 1 is in wait" in capsys.readouterr().err
     assert launch(os.getppid, 1)  # the next launch works
+
+
+def test_ctrl_c_is_not_lost_where_a_taken_port_asks_for_another_attempt(monkeypatch):
+    def clash():
+        raise OSError("Address already in use")
+
+    real, attempts = _attend.Launch._wait_for_ends, []
+
+    def pressed_late(self):
+        attempts.append(self)
+        signal.raise_signal(signal.SIGINT)
+        real(self)
+
+    monkeypatch.setattr(_attend.Launch, "_wait_for_ends", pressed_late)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        launch(clash, 1)
+    assert len(attempts) == 1
+    assert "Address already in use" in str(raised.value.__context__)  # nothing is hidden
 
 
 def test_ctrl_c_is_heard_also_when_the_tests_run_in_the_background():
