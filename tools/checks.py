@@ -4,8 +4,8 @@ tests/test_course.py runs them on the course, and on small broken notebooks: a c
 finds nothing there is no check.
 
     python tools/checks.py            run all of them
-    python tools/checks.py --write    write what is generated: the lesson table of README.md, and
-                                      docs/then_now.md
+    python tools/checks.py --write    write what is generated: the lesson table of README.md,
+                                      docs/then_now.md, docs/tensorflow_and_pytorch.md
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if str(ROOT) not in sys.path:  # run as `python tools/checks.py`
 import nbformat  # noqa: E402
 from nbformat import NotebookNode  # noqa: E402
 
-from tools import then_now  # noqa: E402
+from tools import dictionary, then_now  # noqa: E402
 
 COMPARED = "NBVAL_CHECK_OUTPUT"
 COMPARED_TAG = "nbval-check-output"
@@ -341,13 +341,14 @@ def course_problems(folder: Path = ROOT) -> list[str]:
         number: notebook.metadata.course for number, (_, notebook) in lessons(folder).items()
     }
     problems += check_rows(headers, seed_rows(folder))
-    problems += check_readme(folder) + then_now.check(folder)
+    problems += check_readme(folder) + then_now.check(folder) + dictionary.check(folder)
     return problems + check_addresses(folder, course.repository)
 
 
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
-        sys.exit("\n".join(check_readme(write=True) + then_now.check(write=True)) or 0)
+        left = check_readme(write=True) + then_now.check(write=True) + dictionary.check(write=True)
+        sys.exit("\n".join(left) or 0)
     found = course_problems()
     print("\n".join(found) or "no problem found")
     sys.exit(bool(found))
