@@ -593,7 +593,7 @@ manager = tf.train.CheckpointManager(checkpoint, own, max_to_keep=2)
 newest = tf.train.latest_checkpoint(folder)  # the chief's, for all
 if newest:
     checkpoint.restore(newest).assert_existing_objects_matched()
-start = int(done)
+start = step = int(done.numpy())
 
 def on_replica(step):
     x = tf.random.stateless_normal([8, 8], seed=[step, me])
@@ -606,12 +606,13 @@ def on_replica(step):
 train_step = tf.function(lambda step: strategy.run(on_replica, [step]))
 
 try:
-    while int(done) < last:
-        train_step(tf.identity(done))
-        done.assign_add(1)
-        if int(done) % 5 == 0:
-            manager.save(checkpoint_number=int(done))
-        if me == 1 and int(done) == dies_after:
+    while step < last:
+        train_step(tf.constant(step))
+        step += 1
+        done.assign(step)
+        if step % 5 == 0:
+            manager.save(checkpoint_number=step)
+        if me == 1 and step == dies_after:
             print(json.dumps({"dies": time.time()}), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 except tf.errors.OpError as error:
@@ -619,7 +620,7 @@ except tf.errors.OpError as error:
     print(json.dumps(seen), flush=True)
     os._exit(1)  # the next start goes on from the checkpoint
 
-result = {"start": start, "done": int(done), "weights": [w.tolist() for w in model.get_weights()]}
+result = {"start": start, "done": step, "weights": [w.tolist() for w in model.get_weights()]}
 """
 (scratch / "train.py").write_text(SCRIPT)
 compile(SCRIPT, "train.py", "exec")
@@ -653,6 +654,7 @@ def start_by_hand(*command, n=2, **environment):
             )
         for process in processes:
             outputs.append(process.stdout.readline())
+            assert outputs[-1], process.stderr.read()[-1000:]  # it ended without a word
         for process in processes:  # none leaves before all have spoken
             process.communicate(timeout=60)
     finally:
@@ -666,7 +668,7 @@ outputs, codes = start_by_hand(str(scratch / "train.py"), str(folder), "20", "12
 seen, death = (json.loads(output) for output in outputs)
 print("worker 1 ended by signal", -codes[1])
 print(f"worker 0 saw it after {seen['at'] - death['dies']:.2f} s: {seen['error']}")
-print(seen["message"].splitlines()[0][:160])
+print("   ", seen["message"].splitlines()[0].split("}} ")[-1])
 assert codes == [1, -signal.SIGKILL]
 
 # %% [markdown]

@@ -205,7 +205,7 @@ def _save_inputs(seed: int) -> list:
 
     def case(about, jobs):
         cluster = {job: [f"{job}{i}:2222" for i in range(n)] for job, n in jobs.items()}
-        tasks = [(job, i) for job, n in jobs.items() for i in range(n)]
+        tasks = [[job, i] for job, n in jobs.items() for i in range(n)]
         rng.shuffle(tasks)
         return {"about": about, "cluster": cluster, "tasks": tasks, "step": rng.randint(10, 999)}
 
@@ -233,7 +233,8 @@ def _save_run(student, inputs: list) -> list:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.paths.append(str(path.absolute()))
             for end in (".index", ".data-00000-of-00001"):
-                Path(f"{path}{end}").write_text(self.task)
+                with open(f"{path}{end}", "a") as file:  # a second writer does not replace it
+                    file.write(self.task)
             return str(path)
 
     answers = []
@@ -271,6 +272,10 @@ def _save_expected(inputs: list) -> list:
     ]
 
 
+def _texts(value: Any) -> bool:
+    return is_list(value) and all(type(each) is str for each in value)
+
+
 def _save_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     texts = {
         "all": ("every task writes once, so that none waits for the others", 2),
@@ -286,7 +291,7 @@ def _save_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         answer, about, tasks = item(got, number), case["about"], len(case["tasks"])
         writes, kept, by = item(answer, "writes"), item(answer, "kept"), item(answer, "by")
-        if not is_list(writes, tasks) or not is_list(kept) or not is_list(by):
+        if not is_list(writes, tasks) or not _texts(kept) or not _texts(by):
             for key in why:
                 note(key, "save was not called for every task")
             continue
