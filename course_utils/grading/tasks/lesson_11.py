@@ -1,0 +1,794 @@
+"""Tasks of lesson 11: a pipeline in order, the epoch after a kill, a checkpoint that loads."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ..task import Finding, Task, Wrong, close, count, describe, is_list, item
+
+# --- 11-pipeline ------------------------------------------------------------------------
+
+# Real files, real decoding. Each picture carries two stamps: the number of the call that
+# decoded it, and of the call that augmented it. So what comes out of the pipeline tells how
+# often each was done. Only the last finding rests on a list of the methods that were called.
+
+
+def _pipeline_inputs(seed: int) -> dict:
+    rng = random.Random(seed)
+    local, replicas = rng.choice([2, 3, 4]), rng.choice([2, 3])
+    whole = 12 * local * replicas // 2
+    return {"pictures": whole + rng.randint(1, local), "local": local, "replicas": replicas}
+
+
+def _pipeline_run(student, inputs: dict) -> dict:
+    """Go through the student's pipeline six times; write down what each batch holds."""
+    import itertools
+    import os
+    import tempfile
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import numpy as np
+    import tensorflow as tf
+
+    number = inputs["pictures"]
+    decoded, augmented = itertools.count(), itertools.count()
+
+    def stamp(counter, after):
+        call = tf.numpy_function(lambda _: np.int64(next(counter)), [after], tf.int64)
+        return tf.ensure_shape(call, [])
+
+    def decode(path):
+        image = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
+        name = tf.strings.split(path, os.sep)[-1]
+        picture = tf.strings.to_number(tf.strings.substr(name, 0, 4), tf.int64)
+        return {"image": image, "picture": picture, "decoded": stamp(decoded, picture)}
+
+    def augment(sample):
+        image = tf.image.random_flip_left_right(sample["image"])
+        return {**sample, "image": image, "augmented": stamp(augmented, sample["picture"])}
+
+    class Recorded:
+        """The data set, with a list of the methods by which it was made."""
+
+        def __init__(self, dataset, calls):
+            self._dataset, self._calls = dataset, calls
+
+        def __getattr__(self, name):
+            found = getattr(self._dataset, name)
+            if not callable(found):
+                return found
+
+            def call(*args, **kwargs):
+                result = found(*args, **kwargs)
+                if not isinstance(result, tf.data.Dataset):
+                    return result
+                parallel = name == "map" and (len(args) > 1 or "num_parallel_calls" in kwargs)
+                return Recorded(result, [*self._calls, name + (" parallel" if parallel else "")])
+
+            return call
+
+        def __iter__(self):
+            return iter(self._dataset)
+
+    with tempfile.TemporaryDirectory() as folder:
+        pixels = np.random.default_rng(0).integers(0, 256, [8, 8, 3], dtype=np.uint8)
+        jpeg = tf.io.encode_jpeg(pixels)
+        paths = [os.path.join(folder, f"{i:04d}.jpg") for i in range(number)]
+        for path in paths:
+            tf.io.write_file(path, jpeg)
+        files = Recorded(tf.data.Dataset.from_tensor_slices(paths), [])
+        pipeline = student.pipeline(
+            files, decode, augment, number, inputs["local"], inputs["replicas"]
+        )
+        if not isinstance(pipeline, (Recorded, tf.data.Dataset)):
+            return {"returned": pipeline}
+        epochs = []
+        for _ in range(6):
+            epoch = []
+            for batch in pipeline:
+                if not isinstance(batch, dict) or not {"decoded", "augmented"} <= set(batch):
+                    return {"problem": "what comes out was not decoded and augmented"}
+                if batch["picture"].shape.rank != 1:
+                    return {"problem": "what comes out is not one batch after the other"}
+                columns = [batch[key].numpy() for key in ("picture", "decoded", "augmented")]
+                epoch.append([[int(value) for value in row] for row in zip(*columns, strict=True)])
+                if len(epoch) > 10 * number:
+                    return {"problem": "one pass over the pipeline does not end"}
+            epochs.append(epoch)
+        return {"epochs": epochs, "calls": list(getattr(pipeline, "_calls", []))}
+
+
+def _pipeline_expected(inputs: dict) -> dict:
+    size = inputs["local"] * inputs["replicas"]
+    sizes = [size] * (inputs["pictures"] // size)
+    rest = inputs["pictures"] - sum(sizes)
+    return {"sizes": sizes + [rest] * (rest > 0), "pictures": list(range(inputs["pictures"]))}
+
+
+_PIPELINE = {
+    "once": ("every epoch has every picture once", 1),
+    "size": ("a batch has the global size", 1),
+    "decoded": ("each file is decoded once, however many epochs there are", 1),
+    "augmented": ("each picture is augmented anew in every epoch", 1),
+    "order": ("each epoch has an order of its own, and no picture is tied to its neighbours", 2),
+    "ahead": ("the input works ahead of the training, on several pictures at a time", 1),
+}
+
+
+def _stamped(epochs: Any) -> list[list[list[list[int]]]] | None:
+    """The epochs as they are, if they consist of batches of rows of three whole numbers."""
+
+    def row(value):
+        return is_list(value, 3) and all(type(number) is int for number in value)
+
+    def batch(value):
+        return is_list(value) and value and all(map(row, value))
+
+    good = is_list(epochs, 6) and all(is_list(e) and e and all(map(batch, e)) for e in epochs)
+    return epochs if good else None
+
+
+def _pipeline_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
+    why = dict.fromkeys(_PIPELINE, "")
+    epochs = _stamped(item(got, "epochs"))
+    if epochs is None:
+        problem = item(got, "problem")
+        if type(problem) is not str:
+            problem = f"a data set was expected, not {describe(item(got, 'returned'))}"
+        return [Finding(text, points, problem) for text, points in _PIPELINE.values()]
+
+    flat = [[row for batch in epoch for row in batch] for epoch in epochs]
+    for epoch in flat:
+        seen = [row[0] for row in epoch]
+        if sorted(seen) != expected["pictures"] and not why["once"]:
+            few = len(set(seen)) < len(expected["pictures"])
+            why["once"] = "some pictures are missing" if few else "some pictures come twice"
+    sizes = [len(batch) for batch in epochs[0]]
+    # A batch that was left out is a picture that is missing, and said there.
+    if sizes != expected["sizes"][: len(sizes)] or not sizes:
+        wanted = {"local": inputs["local"], "replicas": inputs["replicas"]}
+        why["size"] = (
+            f"with {wanted['local']} for each of {wanted['replicas']} replicas, "
+            f"your first batch has {count(len(epochs[0][0]), 'picture')}"
+        )
+    stamps = [{row[0]: row[1] for row in epoch} for epoch in flat]
+    if any(later.get(p, s) != s for later in stamps[1:] for p, s in stamps[0].items()):
+        why["decoded"] = "in the second epoch the files are decoded again"
+    augmented = [row[2] for epoch in flat for row in epoch]
+    if len(set(augmented)) < len(augmented):
+        why["augmented"] = "a later epoch brings back the same augmented picture"
+    why["order"] = _order_why(epochs, flat, inputs)
+    calls = item(got, "calls")
+    calls = calls if is_list(calls) else []
+    if "map" in calls or "map parallel" not in calls:
+        why["ahead"] = "a `map` works on one picture at a time"
+    elif calls[-1] != "prefetch":
+        why["ahead"] = (
+            "`prefetch` is not the last step: what comes after it is not done ahead"
+            if "prefetch" in calls
+            else "nothing is prefetched: the next batch is begun when it is asked for"
+        )
+    return [Finding(text, points, why[key]) for key, (text, points) in _PIPELINE.items()]
+
+
+def _order_why(epochs: list, flat: list, inputs: dict) -> str:
+    orders = [[row[0] for row in epoch] for epoch in flat]
+    if any(order == orders[0] for order in orders[1:]):
+        return "two epochs have the same order"
+    mates = [frozenset(frozenset(row[0] for row in batch) for batch in e) for e in epochs]
+    if len(set(mates)) == 1:
+        return "the same pictures share a batch in every epoch"
+    # Any picture may come first: in six epochs a late one does, unless the buffer is small.
+    size = len(epochs[0][0])
+    if all(max(order[:size]) < inputs["pictures"] // 2 for order in orders):
+        return "in six epochs no picture of the second half came into the first batch"
+    return ""
+
+
+PIPELINE = Task(
+    id="11-pipeline",
+    title="an input pipeline in the right order",
+    points=7,
+    functions=("pipeline",),
+    inputs=_pipeline_inputs,
+    run=_pipeline_run,
+    expected=_pipeline_expected,
+    judge=_pipeline_judge,
+    self_reported=1,
+    hints=(
+        "Two of the steps must be done once for all epochs, the others in each epoch anew. "
+        "Which ones? `cache` is the line between them.",
+        "Decode before the cache. Shuffle single pictures, not batches, with room for all of "
+        "them, and after the cache. What changes a picture at random comes after the cache "
+        "too. Batch by local times replicas. The last step prepares what is asked for next.",
+        "`files.map(decode, num_parallel_calls=tf.data.AUTOTUNE).cache().shuffle(number)`, then "
+        "`.map(augment, num_parallel_calls=tf.data.AUTOTUNE)`, `.batch(...)`, `.prefetch(...)`.",
+    ),
+    wrong=(
+        Wrong(
+            "no cache: everything is decoded in every epoch",
+            """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto = tf.data.AUTOTUNE
+    data = files.shuffle(number).map(decode, num_parallel_calls=auto)
+    return data.map(augment, num_parallel_calls=auto).batch(local * replicas).prefetch(auto)
+""",
+            6,
+        ),
+        Wrong(
+            "cache after the augmentation",
+            """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto = tf.data.AUTOTUNE
+    data = files.map(decode, num_parallel_calls=auto).map(augment, num_parallel_calls=auto)
+    return data.cache().shuffle(number).batch(local * replicas).prefetch(auto)
+""",
+            6,
+        ),
+        Wrong(
+            "cache at the end: every epoch is the first one again",
+            """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto = tf.data.AUTOTUNE
+    data = files.shuffle(number).map(decode, num_parallel_calls=auto)
+    data = data.map(augment, num_parallel_calls=auto).batch(local * replicas)
+    return data.cache().prefetch(auto)
+""",
+            4,
+        ),
+        Wrong(
+            "shuffles the batches",
+            """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto = tf.data.AUTOTUNE
+    data = files.map(decode, num_parallel_calls=auto).cache()
+    data = data.map(augment, num_parallel_calls=auto)
+    return data.batch(local * replicas).shuffle(number).prefetch(auto)
+""",
+            5,
+        ),
+        Wrong(
+            "shuffles within the room of one batch",
+            """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto = tf.data.AUTOTUNE
+    data = files.map(decode, num_parallel_calls=auto).cache().shuffle(local * replicas)
+    data = data.map(augment, num_parallel_calls=auto)
+    return data.batch(local * replicas).prefetch(auto)
+""",
+            5,
+        ),
+        Wrong(
+            "batches by the local size",
+            """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto = tf.data.AUTOTUNE
+    data = files.map(decode, num_parallel_calls=auto).cache().shuffle(number)
+    data = data.map(augment, num_parallel_calls=auto)
+    return data.batch(local).prefetch(auto)
+""",
+            6,
+        ),
+        Wrong(
+            "prefetches the names of the files",
+            """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto = tf.data.AUTOTUNE
+    data = files.prefetch(auto).map(decode, num_parallel_calls=auto).cache().shuffle(number)
+    return data.map(augment, num_parallel_calls=auto).batch(local * replicas)
+""",
+            6,
+        ),
+        Wrong(
+            "drops the rest",
+            """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto = tf.data.AUTOTUNE
+    data = files.map(decode, num_parallel_calls=auto).cache().shuffle(number)
+    data = data.map(augment, num_parallel_calls=auto)
+    return data.batch(local * replicas, drop_remainder=True).prefetch(auto)
+""",
+            6,
+        ),
+    ),
+)
+
+# --- 11-resume --------------------------------------------------------------------------
+
+# Real training of a very small model: once without a break, once ended in the middle of an
+# epoch by an error that stands for the kill (the files on the disk are the same), then
+# called again, and once more when all epochs are done.
+
+
+def _resume_inputs(seed: int) -> dict:
+    rng = random.Random(seed)
+    # The kill comes after ten or more saved epochs, so that names and numbers sort otherwise.
+    epochs = rng.randint(11, 12)
+    return {
+        "epochs": epochs,
+        "killed_in": rng.randint(10, epochs - 1),
+        "data": [round(rng.uniform(-1, 1), 3) for _ in range(80)],
+    }
+
+
+def _resume_run(student, inputs: dict) -> dict:
+    """Train, be killed, train again; write down which epochs ran and where the weights are."""
+    import os
+    import tempfile
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import keras
+    import numpy as np
+
+    x = np.array(inputs["data"], dtype="float32")[:, None]
+    y = 2 * x - 1
+
+    class Killed(Exception):
+        pass
+
+    def make_model():
+        start = keras.initializers.Constant(0.5)
+        layers = [keras.Input((1,)), keras.layers.Dense(1, kernel_initializer=start)]
+        model = keras.Sequential(layers)
+        adam = keras.optimizers.Adam(0.05)
+        model.compile(optimizer=adam, loss="mse", run_eagerly=True, jit_compile=False)
+        return model
+
+    class Watch(keras.callbacks.Callback):
+        def __init__(self, killed_in=None):
+            super().__init__()
+            self.killed_in, self.epochs, self.steps = killed_in, [], 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epochs.append(epoch)
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.steps += 1
+            if self.steps > 500:
+                raise RuntimeError("more than 500 batches were trained")
+            if self.epochs[-1] == self.killed_in and batch == 1:
+                raise Killed
+
+    def train(folder, killed_in=None):
+        watch = Watch(killed_in)
+        try:
+            model = student.train(make_model, x, y, inputs["epochs"], folder, [watch])
+        except Killed:
+            return {"epochs": watch.epochs, "killed": True}
+        if not isinstance(model, keras.Model):
+            return {"epochs": watch.epochs, "returned": model}
+        weights = [float(value) for array in model.get_weights() for value in np.ravel(array)]
+        updates = int(model.optimizer.iterations.numpy())
+        return {"epochs": watch.epochs, "weights": weights, "updates": updates}
+
+    with tempfile.TemporaryDirectory() as place:
+        folders = [os.path.join(place, name) for name in ("whole", "broken")]
+        for folder in folders:
+            os.mkdir(folder)
+        whole, broken = folders
+        return {
+            "whole": train(whole),
+            "killed": train(broken, inputs["killed_in"]),
+            "again": train(broken),
+            "done": train(broken),
+        }
+
+
+def _resume_expected(inputs: dict) -> dict:
+    """Adam on a line, in plain Python: where the weights are after all epochs."""
+    x = inputs["data"]
+    w, b, state, step = 0.5, 0.0, [[0.0, 0.0], [0.0, 0.0]], 0
+    batches = [x[i : i + 32] for i in range(0, len(x), 32)]
+    for _ in range(inputs["epochs"]):
+        for batch in batches:
+            step += 1
+            errors = [w * v + b - (2 * v - 1) for v in batch]
+            n = len(batch)
+            slopes = [2 * sum(e * v for e, v in zip(errors, batch, strict=True)) / n]
+            slopes.append(2 * sum(errors) / n)
+            moves = []
+            for slope, pair in zip(slopes, state, strict=True):
+                pair[0] += (slope - pair[0]) * 0.1
+                pair[1] += (slope * slope - pair[1]) * 0.001
+                rate = 0.05 * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step)
+                moves.append(rate * pair[0] / (pair[1] ** 0.5 + 1e-7))
+            w, b = w - moves[0], b - moves[1]
+    return {"weights": [w, b], "updates": step}
+
+
+def _same_weights(got: Any, want: list[float]) -> bool:
+    return is_list(got, 2) and all(close(a, b, 1e-3) for a, b in zip(got, want, strict=True))
+
+
+def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
+    every = list(range(inputs["epochs"]))
+    whole, again, done = item(got, "whole"), item(got, "again"), item(got, "done")
+    first = ""
+    if item(whole, "epochs") != every:
+        first = "with an empty folder, some epochs were not trained, or trained twice"
+    elif item(whole, "weights") is None or not is_list(item(whole, "weights")):
+        first = f"the trained model was expected, not {describe(item(whole, 'returned'))}"
+    elif not _same_weights(item(whole, "weights"), expected["weights"]):
+        first = "the weights are not those of this model after so many epochs without shuffling"
+    epochs = item(again, "epochs")
+    want = every[inputs["killed_in"] :]
+    resumed = ""
+    if not is_list(epochs) or not epochs:
+        resumed = "nothing was trained after the kill"
+    elif epochs != want:
+        resumed = {
+            epochs[0] == 0: "it began with the first epoch again",
+            0 < epochs[0] < want[0]: "it repeated an epoch that had been completed",
+            epochs[0] > want[0]: "it left out the epoch in which it was killed",
+        }.get(True, "it did not stop after the last epoch")
+    state = ""
+    if not _same_weights(item(again, "weights"), expected["weights"]):
+        state = "its weights are not those of a run without a break"
+    elif item(again, "updates") != expected["updates"]:
+        state = "its optimizer has not counted as many updates as in a run without a break"
+    finished = ""
+    if item(done, "epochs") != []:
+        finished = "all epochs were done, and yet it trained"
+    elif not _same_weights(item(done, "weights"), expected["weights"]):
+        finished = "it did not return the trained model"
+    return [
+        Finding("without a kill, each epoch is trained once", 1, first),
+        Finding("after the kill it goes on with the epoch that was interrupted", 2, resumed),
+        Finding("weights and optimizer end as in a run without a break", 2, state),
+        Finding("when all epochs are done, nothing is trained", 1, finished),
+    ]
+
+
+RESUME = Task(
+    id="11-resume",
+    title="go on at the right epoch",
+    points=6,
+    functions=("train",),
+    inputs=_resume_inputs,
+    run=_resume_run,
+    expected=_resume_expected,
+    judge=_resume_judge,
+    hints=(
+        "Three things must come back: the weights, the state of the optimizer, and the number "
+        "of the epoch. A `.keras` file has two of them. Where can you keep the third?",
+        "Keep it in the name, as `ckpt-{epoch}.keras`. Read the numbers of all names that are "
+        "there, as numbers and not as text, take the largest, load that file, and tell `fit` how "
+        "many epochs are behind it.",
+        "With `done = max(numbers, default=0)`, the model is `make_model()` if done is 0, else "
+        "`keras.models.load_model(...)`; then `model.fit(..., epochs=epochs, "
+        "initial_epoch=done, shuffle=False, callbacks=[*callbacks, ModelCheckpoint(...)])`.",
+    ),
+    wrong=(
+        Wrong(
+            "newest by time, epochs from the start",
+            """
+import os
+import keras
+def train(make_model, x, y, epochs, folder, callbacks):
+    paths = [os.path.join(folder, name) for name in os.listdir(folder)]
+    model = keras.models.load_model(max(paths, key=os.path.getctime)) if paths else make_model()
+    save = keras.callbacks.ModelCheckpoint(os.path.join(folder, "ckpt-{epoch}.keras"))
+    model.fit(x, y, epochs=epochs, shuffle=False, verbose=0, callbacks=[*callbacks, save])
+    return model
+""",
+            1,
+        ),
+        Wrong(
+            "one epoch too early",
+            """
+import os
+import keras
+def train(make_model, x, y, epochs, folder, callbacks):
+    done = max((int(name[5:-6]) for name in os.listdir(folder)), default=0)
+    path = os.path.join(folder, "ckpt-{epoch}.keras")
+    model = keras.models.load_model(path.format(epoch=done)) if done else make_model()
+    save = keras.callbacks.ModelCheckpoint(path)
+    model.fit(x, y, epochs=epochs, initial_epoch=max(0, done - 1), shuffle=False, verbose=0,
+              callbacks=[*callbacks, save])
+    return model
+""",
+            1,
+        ),
+        Wrong(
+            "the weights alone, with a new optimizer",
+            """
+import os
+import keras
+def train(make_model, x, y, epochs, folder, callbacks):
+    done = max((int(name[5:-6]) for name in os.listdir(folder)), default=0)
+    path = os.path.join(folder, "ckpt-{epoch}.keras")
+    model = make_model()
+    if done:
+        model.set_weights(keras.models.load_model(path.format(epoch=done)).get_weights())
+    save = keras.callbacks.ModelCheckpoint(path)
+    model.fit(x, y, epochs=epochs, initial_epoch=done, shuffle=False, verbose=0,
+              callbacks=[*callbacks, save])
+    return model
+""",
+            4,
+        ),
+        Wrong(
+            "the last name in the order of the alphabet",
+            """
+import os
+import keras
+def train(make_model, x, y, epochs, folder, callbacks):
+    names, model, done = sorted(os.listdir(folder)), make_model(), 0
+    if names:
+        model, done = keras.models.load_model(os.path.join(folder, names[-1])), int(names[-1][5:-6])
+    save = keras.callbacks.ModelCheckpoint(os.path.join(folder, "ckpt-{epoch}.keras"))
+    model.fit(x, y, epochs=epochs, initial_epoch=done, shuffle=False, verbose=0,
+              callbacks=[*callbacks, save])
+    return model
+""",
+            3,
+        ),
+        Wrong(
+            "BackupAndRestore, which forgets a run that is done",
+            """
+import os
+import keras
+def train(make_model, x, y, epochs, folder, callbacks):
+    model = make_model()
+    save = keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"))
+    model.fit(x, y, epochs=epochs, shuffle=False, verbose=0, callbacks=[*callbacks, save])
+    return model
+""",
+            5,
+        ),
+    ),
+)
+
+# --- 11-newest --------------------------------------------------------------------------
+
+# Real `.keras` files. The epoch also stands in the weights, so that the model that was
+# loaded says which file it came from.
+
+
+def _newest_inputs(seed: int) -> list:
+    rng = random.Random(seed)
+    top = rng.randint(10, 13)
+    mixed = [2, 9, top, rng.randint(3, 8)]
+    rng.shuffle(mixed)
+    return [
+        {"about": "number", "good": mixed, "torn": [], "touched": None},
+        {"about": "torn", "good": [2, 9, top], "torn": [top + 1, top + 2], "touched": None},
+        {"about": "time", "good": [4, top, top + 1], "torn": [], "touched": 4},
+        {"about": "none", "good": [], "torn": [1, 2], "touched": None},
+        {"about": "none", "good": [], "torn": [], "touched": None},
+    ]
+
+
+def _newest_run(student, inputs: list) -> dict:
+    """Let the student choose in folders of real checkpoints; say what was loaded, and how often."""
+    import os
+    import tempfile
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import keras
+    import numpy as np
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+
+    def write(folder, epoch, torn):
+        model.set_weights([np.full([1, 1], float(epoch))])
+        path = os.path.join(folder, f"ckpt-{epoch}.keras")
+        model.save(path)
+        if torn:  # every second torn file is empty
+            os.truncate(path, os.path.getsize(path) // 2 if epoch % 2 else 0)
+        return path
+
+    answers = []
+    with tempfile.TemporaryDirectory() as place:
+        for number, case in enumerate(inputs):
+            folder = os.path.join(place, str(number))
+            os.mkdir(folder)
+            for epoch in [*case["good"], *case["torn"]]:
+                write(folder, epoch, epoch in case["torn"])
+            with open(os.path.join(folder, "notes.txt"), "w") as file:
+                file.write("learning rate 0.001")
+            if case["touched"]:
+                os.chmod(os.path.join(folder, f"ckpt-{case['touched']}.keras"), 0o600)
+            loads = []
+
+            def load(path, loads=loads):
+                loads.append(os.path.basename(str(path)))
+                return keras.models.load_model(path)
+
+            answer = {}
+            try:
+                found = student.newest(folder, load)
+            except NotImplementedError:
+                raise
+            except Exception as error:
+                answer["error"] = f"{type(error).__name__}: {error}".replace(folder, "…")[:120]
+            else:
+                if isinstance(found, (tuple, list)) and len(found) == 2:
+                    epoch, loaded = found
+                    answer["epoch"] = epoch
+                    if isinstance(loaded, keras.Model):
+                        answer["weight"] = float(np.ravel(loaded.get_weights()[0])[0])
+                else:
+                    answer["returned"] = found
+            answers.append({**answer, "loads": loads})
+
+        folder = os.path.join(place, "interrupted")
+        os.mkdir(folder)
+        write(folder, 1, False), write(folder, 2, False)
+
+        def interrupted(path):
+            raise KeyboardInterrupt
+
+        try:
+            student.newest(folder, interrupted)
+        except KeyboardInterrupt:
+            stopped = True
+        except Exception:
+            stopped = False
+        else:
+            stopped = False
+    return {"answers": answers, "stopped": stopped}
+
+
+def _newest_expected(inputs: list) -> list:
+    """The largest number among the whole files, and how many files lie above it."""
+    wanted = []
+    for case in inputs:
+        best = max(case["good"], default=None)
+        above = sum(best is None or epoch > best for epoch in case["torn"])
+        wanted.append({"epoch": best, "loads": above + (best is not None)})
+    return wanted
+
+
+_NEWEST = {
+    "number": ("the newest epoch is found, among ten and more", 1),
+    "torn": ("torn files are passed over, to the newest that loads", 2),
+    "time": ("the time of a file does not decide", 1),
+    "none": ("None is returned where nothing loads", 1),
+    "frugal": ("no file is loaded that need not be", 1),
+    "stop": ("Ctrl-C during a load comes through", 1),
+}
+
+
+def _newest_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
+    why = dict.fromkeys(_NEWEST, "")
+    right = True
+    for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
+        answer = item(item(got, "answers"), number)
+        problem = _newest_why(case, want, answer)
+        why[case["about"]] = why[case["about"]] or problem
+        right = right and not problem
+        loads = item(answer, "loads")
+        if not is_list(loads, want["loads"]):
+            number_of = len(loads) if is_list(loads) else 0
+            why["frugal"] = why["frugal"] or (
+                f"{count(number_of, 'load')} where {count(want['loads'], 'was', 'were')} enough"
+            )
+    if not right:
+        why["frugal"] = "not judged until the right files are found"
+    if item(got, "stopped") is not True:
+        why["stop"] = "the person at the keyboard was not heard: which errors do you catch?"
+    return [Finding(text, points, why[key]) for key, (text, points) in _NEWEST.items()]
+
+
+def _newest_why(case: dict, want: dict, answer: Any) -> str:
+    words = f"with {count(len(case['good']), 'whole file')} and {len(case['torn'])} torn"
+    error = item(answer, "error")
+    if type(error) is str:
+        return f"{words}, it failed with {error}"
+    if want["epoch"] is None:
+        nothing = type(answer) is dict and answer.get("returned", 0) is None
+        return "" if nothing else f"{words}, something else was returned"
+    epoch, weight = item(answer, "epoch"), item(answer, "weight")
+    if type(epoch) is not int:
+        got = answer["returned"] if type(answer) is dict and "returned" in answer else epoch
+        return f"{words}, (epoch, model) was expected, not {describe(got)}"
+    if epoch != want["epoch"]:
+        return f"{words}, another epoch is the newest that loads"
+    if not close(weight, want["epoch"]):
+        return f"{words}, the model is not that of the epoch"
+    return ""
+
+
+NEWEST = Task(
+    id="11-newest",
+    title="the newest checkpoint that loads",
+    points=7,
+    functions=("newest",),
+    inputs=_newest_inputs,
+    run=_newest_run,
+    expected=_newest_expected,
+    judge=_newest_judge,
+    hints=(
+        "The name says which epoch a file is of; whether it is whole, only loading can say. "
+        "In which order do you try the files?",
+        "Collect the numbers of the names that are of the form ckpt-NUMBER.keras, sort them "
+        "as numbers, the largest first. Try to load one after the other; return the first that "
+        "works. Catch the errors of a broken file, not everything.",
+        "`re.fullmatch(r'ckpt-(\\d+)\\.keras', name)` finds the number. In the loop: "
+        "`try: return epoch, load(path)`, then `except Exception as error:` print the name and "
+        "the error and go on. `return None` after the loop.",
+    ),
+    wrong=(
+        Wrong(
+            "newest by time, as in the guide",
+            """
+import os
+def newest(folder, load):
+    names = [name for name in os.listdir(folder) if name.endswith(".keras")]
+    if not names:
+        return None
+    name = max(names, key=lambda name: os.path.getctime(os.path.join(folder, name)))
+    return int(name[5:-6]), load(os.path.join(folder, name))
+""",
+            1,
+        ),
+        Wrong(
+            "sorts the names as text",
+            """
+import os
+def newest(folder, load):
+    for name in sorted(os.listdir(folder), reverse=True):
+        if name.endswith(".keras"):
+            try:
+                return int(name[5:-6]), load(os.path.join(folder, name))
+            except Exception as error:
+                print(name, error)
+""",
+            2,
+        ),
+        Wrong(
+            "catches everything, also Ctrl-C",
+            """
+import os
+def newest(folder, load):
+    names = [name for name in os.listdir(folder) if name.endswith(".keras")]
+    for epoch in sorted((int(name[5:-6]) for name in names), reverse=True):
+        try:
+            return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
+        except:
+            pass
+""",
+            6,
+        ),
+        Wrong(
+            "loads them all and keeps the last",
+            """
+import os
+def newest(folder, load):
+    names, found = [name for name in os.listdir(folder) if name.endswith(".keras")], None
+    for epoch in sorted(int(name[5:-6]) for name in names):
+        try:
+            found = epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
+        except Exception as error:
+            print(epoch, error)
+    return found
+""",
+            6,
+        ),
+        Wrong(
+            "the newest number, torn or not",
+            """
+import os
+def newest(folder, load):
+    names = [name for name in os.listdir(folder) if name.endswith(".keras")]
+    if not names:
+        return None
+    epoch = max(int(name[5:-6]) for name in names)
+    return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
+""",
+            3,
+        ),
+    ),
+)
+
+TASKS = (PIPELINE, RESUME, NEWEST)
