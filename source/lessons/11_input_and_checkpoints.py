@@ -25,7 +25,7 @@
 # |---|---|
 # | **Time** | 30 minutes to read, 20 to do; the exercise comes on top |
 # | **You should know** | `launch` ([lesson 00](00_start_here.ipynb)); `fit` and `compile` in Keras |
-# | **You will** | measure six orders of the same pipeline · see which step is busy when · find the cache that freezes the augmentation · count samples under four sharding policies · kill a training and go on in three ways · pass over a torn checkpoint |
+# | **You will** | measure seven orders of the same pipeline · see which step is busy when · find the cache that freezes the augmentation · count samples under four sharding policies · kill a training and go on in three ways · pass over a torn checkpoint |
 # | **Runs on** | no GPU, or one: this process, and two pinned cores · two GPUs or more: the same; TensorFlow sees them in its GPU environment (`make lab-tf-gpu`), and the multi-GPU path was not run by the authors |
 # | **Last verified** | Python 3.11, TensorFlow 2.21.0, Keras 3.15.1 |
 #
@@ -129,11 +129,16 @@ print(f"{FILES} files, decoded {patches.nbytes / 2**20:.1f} MiB")
 print("decoded they take more than three times as much:", patches.nbytes > 3 * on_disk)
 
 # %% [markdown]
-# Two functions do the work, and each of them notes when it began and when it ended: `tf.timestamp()` reads the clock inside the pipeline, and the two times travel on with the picture. TensorFlow runs steps in any order that their inputs allow, so `control_dependencies` has to say: read the clock *after* this. (Many people record with `tf.py_function`. That calls Python, which works for one thread at a time, and so slows down what it measures.)
+# Two functions do the work, and each of them notes when it began and when it ended: `tf.timestamp()` reads the clock inside the pipeline, and the two times travel on with the picture. TensorFlow runs steps in any order that their inputs allow, so `control_dependencies` has to say: read the clock *after* this. (A Python function, called by [`tf.py_function`](https://www.tensorflow.org/api_docs/python/tf/py_function), could record as well. But Python runs one thread at a time, so parallel steps would wait for each other to write down when they began.)
 
 
 # %%
+RECORD = True
+
+
 def clock(after):
+    if not RECORD:  # decided when the pipeline is built
+        return tf.constant(0.0, tf.float64)
     with tf.control_dependencies([after]):
         return tf.timestamp()
 
@@ -192,7 +197,7 @@ def epoch(data):
         start = time.time()
         train_step(batch["image"], batch["turned"]).numpy()  # a number: waits also for a GPU
         spans["train"].append([start, time.time()])
-        for stage in {"decode", "augment"} & set(batch):
+        for stage in ("decode", "augment"):
             spans[stage].extend(batch[stage].numpy())
     return {stage: np.array(times) for stage, times in spans.items()}
 
@@ -205,7 +210,7 @@ for stage, seconds in alone.items():
     print(f"{stage:8} {1000 * seconds / FILES:6.2f} ms for a picture")
 
 # %% [markdown]
-# ## Six orders, measured
+# ## Seven orders, measured
 #
 # The serial pipeline does one thing after the other: decode, augment, train. Three tools change that.
 #
@@ -213,7 +218,7 @@ for stage, seconds in alone.items():
 # - `prefetch(AUTOTUNE)` prepares the next batches while you train on this one.
 # - `cache()` keeps what has been computed. It is in memory, or in a file if you name one.
 #
-# **Predict.** From the three numbers above: how long does a picture take in the serial order? And at best, when the input works beside the training? Which of the two caches below is faster, and which one is wrong?
+# **Predict.** From the three numbers above: how long does a picture take in the serial order? And at best, when the input works beside the training? Which of the caches below is the fastest, and which one is wrong?
 
 # %%
 AUTO = tf.data.AUTOTUNE
@@ -221,15 +226,6 @@ AUTO = tf.data.AUTOTUNE
 
 def ahead(function):
     return {"map_func": function, "num_parallel_calls": AUTO}
-
-
-def without_clocks(function):
-    """The same step without its times: TensorFlow computes nothing that nobody takes."""
-
-    def plain(given):
-        return {k: v for k, v in function(given).items() if k in ("image", "turned")}
-
-    return plain
 
 
 mixed = files.shuffle(FILES)
@@ -245,8 +241,9 @@ pipelines = {
     "cache after augment": files.map(**ahead(decode)).map(**ahead(augment)).cache()
     .shuffle(FILES).batch(BATCH).prefetch(AUTO),
 }  # fmt: skip
-no_clocks = mixed.map(without_clocks(decode)).map(without_clocks(augment)).batch(BATCH)
-pipelines["serial, no clocks"] = no_clocks
+RECORD = False
+pipelines["serial, no clocks"] = mixed.map(decode).map(augment).batch(BATCH)
+RECORD = True
 result = compare({name: lambda d=data: epoch(d) for name, data in pipelines.items()}, repeat=3)
 print(f"{'':24}{'pictures/s':>11}  {'middle half':>11}  {'time ÷ serial':>14}")
 for name in pipelines:
@@ -493,7 +490,7 @@ assert sorted(mine + yours) == list(range(24))
 # %% [markdown]
 # # Part 2: go on after a kill
 #
-# Long trainings are killed: memory runs out, a machine is needed elsewhere, a power plug is pulled. A **checkpoint** is a file from which training can go on. The Keras guide saves one in every epoch with `ModelCheckpoint`, and at the start loads the newest one in the folder. It says that calling the same function again resumes where it left off. Test it.
+# Long trainings are killed: memory runs out, a machine is needed elsewhere, a power plug is pulled. A **checkpoint** is a file from which training can go on. The [Keras guide](https://keras.io/guides/distributed_training_with_tensorflow/) saves one in every epoch with `ModelCheckpoint`, and at the start loads the newest one in the folder. It says that calling the same function again resumes where it left off. Test it.
 #
 # The training runs in a process of its own on a pinned core, and it really is killed, in the middle of the third epoch: signal 9 cannot be caught, nothing is tidied up. `way` says how it goes on when it is started again. Both callbacks save in the same run, so that all ways start from the same crash. *Noisy* means: with shuffling and dropout. A run without a break is there to compare with.
 
@@ -525,11 +522,11 @@ def train(folder, way=None, noisy=False, killed=False):
     x, y = x[: 50 * STEPS].reshape(-1, 784) / np.float32(255), y[: 50 * STEPS]
     model, first = digits_model(noisy), 0
     checkpoints = Path(folder) / "ckpt"
-    if way in ("guide", "initial_epoch"):
-        newest = max(checkpoints.iterdir(), key=os.path.getctime)
-        model = keras.models.load_model(newest)
-        if way == "initial_epoch":
-            first = int(newest.stem.split("-")[1])  # ckpt-2.keras: two epochs are done
+    if way == "guide":
+        model = keras.models.load_model(max(checkpoints.iterdir(), key=os.path.getctime))
+    if way == "initial_epoch":  # ckpt-2.keras: two epochs are done
+        first = max(int(path.stem.split("-")[1]) for path in checkpoints.iterdir())
+        model = keras.models.load_model(checkpoints / f"ckpt-{first}.keras")
     callbacks = [keras.callbacks.ModelCheckpoint(checkpoints / "ckpt-{epoch}.keras")]
     if way in (None, "backup"):
         callbacks.append(keras.callbacks.BackupAndRestore(Path(folder) / "backup"))
@@ -582,10 +579,10 @@ assert len(whole["epochs"]) == EPOCHS and whole["updates"] == EPOCHS * STEPS
 
 # %%
 # NBVAL_CHECK_OUTPUT
-for way in ("guide", "initial_epoch"):
+for way in ("initial_epoch", "backup"):
     shutil.copytree(work / "killed-False", work / way)
 guide, counted = run(
-    {"folder": work / "guide", "way": "guide"},
+    {"folder": work / "killed-False", "way": "guide"},
     {"folder": work / "initial_epoch", "way": "initial_epoch"},
 )
 for name, one_run in {"no break": whole, "guide": guide, "initial_epoch": counted}.items():
@@ -605,7 +602,7 @@ print("what the guide's way calls epoch 1 has the loss of epoch 3 without a brea
 # %%
 # NBVAL_CHECK_OUTPUT
 back, back_noisy = run(
-    {"folder": work / "killed-False", "way": "backup"},
+    {"folder": work / "backup", "way": "backup"},
     {"folder": work / "killed-True", "way": "backup", "noisy": True},
 )
 for name, resumed, unbroken in [
@@ -715,7 +712,7 @@ class StopAt(keras.callbacks.Callback):
         self.epoch = epoch + 1
 
     def on_train_batch_end(self, batch, logs=None):
-        if self.model.optimizer.iterations == self.updates:
+        if int(self.model.optimizer.iterations) == self.updates:
             raise InterruptedError
 
 
@@ -766,7 +763,7 @@ def killed_while_saving(path):
     large.save(path)
 
 
-folder = work / "guide" / "ckpt"
+folder = work / "killed-False" / "ckpt"
 try:
     launch(killed_while_saving, 1, folder / "ckpt-6.keras", framework="tensorflow")
 except RankError as error:

@@ -144,7 +144,7 @@ def _pipeline_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         if sorted(seen) != expected["pictures"] and not why["once"]:
             few = len(set(seen)) < len(expected["pictures"])
             why["once"] = "some pictures are missing" if few else "some pictures come twice"
-    sizes = [len(batch) for batch in epochs[0]]
+    sizes = sorted((len(batch) for batch in epochs[0]), reverse=True)
     # A batch that was left out is a picture that is missing, and said there.
     if sizes != expected["sizes"][: len(sizes)] or not sizes:
         wanted = {"local": inputs["local"], "replicas": inputs["replicas"]}
@@ -316,7 +316,7 @@ def _resume_inputs(seed: int) -> dict:
     return {
         "epochs": epochs,
         "killed_in": rng.randint(10, epochs - 1),
-        "data": [round(rng.uniform(-1, 1), 3) for _ in range(80)],
+        "data": [round(rng.uniform(-1, 1), 3) for _ in range(40)],
     }
 
 
@@ -340,7 +340,7 @@ def _resume_run(student, inputs: dict) -> dict:
         layers = [keras.Input((1,)), keras.layers.Dense(1, kernel_initializer=start)]
         model = keras.Sequential(layers)
         adam = keras.optimizers.Adam(0.05)
-        model.compile(optimizer=adam, loss="mse", run_eagerly=True, jit_compile=False)
+        model.compile(optimizer=adam, loss="mse", jit_compile=False)
         return model
 
     class Watch(keras.callbacks.Callback):
@@ -557,8 +557,9 @@ def train(make_model, x, y, epochs, folder, callbacks):
 def _newest_inputs(seed: int) -> list:
     rng = random.Random(seed)
     top = rng.randint(10, 13)
-    mixed = [2, 9, top, rng.randint(3, 8)]
+    mixed = [2, 9, rng.randint(3, 8)]
     rng.shuffle(mixed)
+    mixed.insert(0, top)  # written first, so that it is not the newest by time
     return [
         {"about": "number", "good": mixed, "torn": [], "touched": None},
         {"about": "torn", "good": [2, 9, top], "torn": [top + 1, top + 2], "touched": None},
