@@ -1,0 +1,711 @@
+# ---
+# jupyter:
+#   course:
+#     rows: [M2, M3, K1, K2, K3]
+#     minutes: {read: 25, do: 25}
+#     devices: 2
+#     path: core
+#     extra: tensorflow
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # MirroredStrategy: one Keras model on several devices
+#
+# After this lesson you can train a Keras model on all devices of one machine, prove that it computes what one device computes, and recognise five ways in which it goes wrong, four of them silent.
+#
+# | | |
+# |---|---|
+# | **Time** | 25 minutes to read, 25 to do; the exercise comes on top |
+# | **You should know** | logical devices ([lesson 01](01_device_placement.ipynb)); speed-up ([lesson 02](02_two_devices_one_sum.ipynb)); what an all-reduce is ([lesson 04](04_ddp_from_scratch.ipynb)) |
+# | **You will** | look inside a mirrored variable · share out a global batch · choose a strategy for any machine · train a CNN and the Keras guide's MNIST model · scale a loss · hold two replicas against one device · understand a crash of `fit` · see why logical devices gain nothing |
+# | **Runs on** | no GPU, or one: logical CPU devices, and two pinned cores for the speed · two GPUs or more: the GPUs, in TensorFlow's GPU environment (the multi-GPU path was not run by the authors) |
+# | **Last verified** | Python 3.11, TensorFlow 2.21.0, Keras 3.15.1 |
+
+# %%
+import os
+import re
+import sys
+import time
+import warnings
+
+# TensorFlow's notices of its own housekeeping would hide what the lesson prints.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import matplotlib.pyplot as plt
+import numpy as np
+import tensorflow as tf
+from keras import layers
+from tqdm import tqdm
+
+from course_utils import plots
+from course_utils.datasets import MNIST_NOTE, DataError, mnist, photo_patches
+from course_utils.devices import census, slots
+from course_utils.launch import launch
+from course_utils.timing import Timing, compare, speedup_table
+
+tf.get_logger().setLevel("ERROR")  # each strategy would say that CPUs have no NCCL
+plots.use_style()
+
+# %% [markdown]
+# Your machine has one physical CPU, whatever the number of its cores. The next cell splits it into eight logical devices, as in lesson 01. Two are enough for this lesson; eight are for one question of the Keras guide.
+
+# %%
+print(census())
+assert len(slots(2, framework="tensorflow")) == 2, "this lesson runs on two devices"
+
+gpus = tf.config.list_physical_devices("GPU")
+for gpu in gpus:
+    tf.config.experimental.set_memory_growth(gpu, True)
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
+
+EIGHT = [f"/CPU:{number}" for number in range(8)]
+DEVICES = ["/GPU:0", "/GPU:1"] if len(gpus) >= 2 else EIGHT[:2]
+print("\nreplicas of this lesson:", DEVICES)
+
+# %% [markdown]
+# ## The words
+#
+# There are two ways to use several devices for one model. **Model parallelism** gives each device a part of the model. It suits models with branches that can run at once; [lesson 08](08_model_and_pipeline_parallel.ipynb) is about it. **Data parallelism** gives each device the whole model and a part of the data. Each copy of the model is a **replica**. After every step the replicas add up their gradients by an all-reduce and make the same update, so they stay equal. Nobody runs ahead: training is **synchronous**.
+#
+# In TensorFlow a **strategy** says how this is done. `MirroredStrategy` is synchronous data parallelism on the devices of one machine, in *one* process. There is no rank and nothing to launch; from a shell it is `python train.py`.
+#
+# What all replicas together use for one step is the **global batch**. A replica's share is its **local batch**. In TensorFlow you batch by the *global* size, and the strategy cuts.
+#
+# **Predict.** A global batch of 512 goes to 8 replicas. How many samples does each get? The Keras guide that you will run below has a batch of 32: how many on 8 replicas? And how can 20 be shared out?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def shares(strategy, size):
+    """Samples of each replica, from one global batch of this size."""
+    data = tf.data.Dataset.range(size).batch(size)
+    batch = next(iter(strategy.experimental_distribute_dataset(data)))
+    return [len(share) for share in strategy.experimental_local_results(batch)]
+
+
+eight = tf.distribute.MirroredStrategy(EIGHT)
+for size in [512, 32, 20]:
+    print(f"global batch {size:3} on {eight.num_replicas_in_sync} replicas: {shares(eight, size)}")
+
+# %% [markdown]
+# 512 over 8 is 64 each: enough work for a GPU. 32 over 8 is 4 each, so a program written for one device keeps eight devices waiting for messages. Multiply the batch by `strategy.num_replicas_in_sync` when you want to keep the *local* size; what the learning rate should then do is measured in [lesson 05](05_ddp_in_practice.ipynb). The last line shows shares that are not equal, and one replica may get nothing. Remember them: two of the failures below begin there.
+#
+# ## A mirrored variable, seen from inside
+#
+# A variable that is made inside `strategy.scope()` is a **mirrored variable**: one name, and one copy on each device.
+#
+# **Predict.** `w` is made inside the scope, `outside` is not. How many copies has each?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+strategy = tf.distribute.MirroredStrategy(DEVICES)
+with strategy.scope():
+    w = tf.Variable(3.0)
+outside = tf.Variable(3.0)
+
+
+def copies(variable):
+    return strategy.experimental_local_results(variable)
+
+
+for name, variable in {"w": w, "outside": outside}.items():
+    print(f"{name}, a {type(variable).__name__}:")
+    for copy in copies(variable):
+        print(f"    value {copy.numpy()} on device number {copy.device[-1]}")
+
+# %% [markdown]
+# `strategy.run(function)` calls a function once for each replica, and there `w` means the replica's own copy. Inside, `all_reduce` brings the replicas together.
+#
+# Here is one training step by hand, on four numbers. The model is $w x$, and the loss is the mean of $w x$, so the gradient is the mean of $x$. Replica 0 has 1 and 2, replica 1 has 3 and 4. The learning rate is 1, and $w$ starts at 3.
+#
+# **Predict.** What is $w$ after the step on one device that has all four numbers? And what do the two copies hold when each replica makes its update without asking the other?
+
+# %%
+# NBVAL_CHECK_OUTPUT
+parts = [tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0])]
+mine = strategy.experimental_distribute_values_from_function(
+    lambda context: parts[context.replica_id_in_sync_group]
+)
+
+
+@tf.function
+def step_alone(x):
+    strategy.run(lambda x: w.assign_sub(tf.reduce_mean(x)), args=(x,))
+
+
+@tf.function
+def step_together(x):
+    def on_replica(x):
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce("sum", tf.reduce_mean(x))
+        w.assign_sub(total / context.num_replicas_in_sync)
+
+    strategy.run(on_replica, args=(x,))
+
+
+for step in [step_together, step_alone]:
+    w.assign(3.0)  # outside of run: all copies
+    step(mine)
+    print(f"{step.__name__:13}  copies {[float(copy.numpy()) for copy in copies(w)]}  w reads", w.numpy())
+
+# %% [markdown]
+# One device computes $3 - 2.5 = 0.5$, and so do both replicas *together*. *Alone* they become two models, and nothing complains: reading `w` shows you the copy of the first device. So the word *mirrored* promises copies, not equal copies. Who writes to a variable inside `run` must write the same on all replicas. A Keras optimizer does: it sums the gradients over the replicas first.
+#
+# ### Which variables of a real model are equal?
+#
+# Here is a small model with BatchNorm, Adam and a metric, after a few steps of `fit`. BatchNorm keeps a moving mean of its inputs. The metric adds up the losses of the samples that a replica saw.
+#
+# **Predict.** For which of the six kinds of variables are the copies equal?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def audit(variable):
+    values = [copy.numpy() for copy in copies(variable)]
+    equal = all(np.array_equal(values[0], value) for value in values)
+    return f"{type(variable).__name__:18} copies {len(values)}, equal: {equal}"
+
+
+keras.utils.set_random_seed(0)
+with strategy.scope():
+    model = keras.Sequential([keras.Input([4]), layers.BatchNormalization(), layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+x = np.random.default_rng(0).normal(size=[64, 4]).astype("float32")
+model.fit(x, x[:, :1], batch_size=16, verbose=0)
+
+seen = {
+    "kernel of Dense": model.layers[1].kernel,
+    "Adam's momentum of it": model.optimizer._momentums[-2],
+    "Adam's step counter": model.optimizer.iterations,
+    "BatchNorm's gamma": model.layers[0].gamma,
+    "BatchNorm's moving mean": model.layers[0].moving_mean,
+    "sum of the losses": model.metrics[0].total,
+}
+for name, variable in seen.items():
+    print(f"{name:24} {audit(variable.value)}")
+
+# %% [markdown]
+# Weights and optimizer are mirrored, and equal. The sum in the metric is a **sync-on-read** variable: each replica adds for itself, and whoever reads it gets the sum of all copies. That is meant so.
+#
+# BatchNorm's moving mean is a mirrored variable whose copies differ. Each replica normalises and averages its own share, and no message is sent. Evaluation on replica 1 uses other statistics than on replica 0, and what you save are those of replica 0. With large local batches it hardly matters. With small ones `BatchNormalization(synchronized=True)` shares the statistics.
+#
+# ## Choose the strategy by what the machine has
+#
+# With two GPUs you want `MirroredStrategy`, otherwise the **default strategy**, which is no strategy: one replica, on the device that TensorFlow prefers. A blog post that this course grew from does so too, but its branch for "otherwise" reads `gpus[0]`. The cell runs both versions on made-up lists of devices, because you have only one machine.
+
+
+# %% then="strategy = OneDeviceStrategy(gpus[0])  # when there are fewer than two" now="strategy = tf.distribute.get_strategy()" since="never right: an IndexError on a machine without a GPU"
+# NBVAL_CHECK_OUTPUT
+def choose_strategy(gpus):
+    if len(gpus) >= 2:
+        return tf.distribute.MirroredStrategy(gpus)
+    return tf.distribute.get_strategy()
+
+
+for found in [[], DEVICES[:1], DEVICES]:
+    print(f"{len(found)} found: {choose_strategy(found).num_replicas_in_sync} in sync", end="; ")
+    try:
+        print("the post takes gpus[0]" if len(found) < 2 and found[0] else "the post mirrors")
+    except IndexError as error:
+        print(f"the post fails: {error}")
+    assert choose_strategy(found).num_replicas_in_sync == max(1, len(found))
+
+# %% [markdown]
+# Print `num_replicas_in_sync` at the top of your programs. It is the number that says whether the second device is used at all.
+#
+# ## A CNN for photographs
+#
+# The same post trains a CNN on pictures of 150 × 150 pixels with two classes, but has no data to show. Here are patches of photographs, and a question whose answer is known for certain: is the patch **upright**, or **turned** by 90 or 180 degrees? Half of the patches are turned by us. No photograph is in both training and validation.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def turn_half(patches, seed):
+    """Turn half of the patches by 90 or 180 degrees; label 1: turned."""
+    rng = np.random.default_rng(seed)
+    turned = rng.permutation(len(patches)) < len(patches) // 2
+    quarters = np.where(turned, rng.integers(1, 3, len(patches)), 0)
+    pictures = [np.rot90(patch, quarter) for patch, quarter in zip(patches, quarters, strict=True)]
+    return np.stack(pictures), turned.astype("float32")[:, None]
+
+
+photos = photo_patches(size=150)
+train, validation = (turn_half(part, seed) for seed, part in enumerate(photos))
+for name, (pictures, labels) in {"train": train, "validation": validation}.items():
+    print(f"{name}: {len(pictures)} patches, {labels.mean():.2f} of them turned")
+
+# %%
+fig, axes = plt.subplots(1, 6, figsize=(9, 2))
+for ax, picture, label in zip(axes, train[0], train[1][:, 0], strict=False):
+    ax.imshow(picture[::2, ::2])
+    ax.set_title("turned" if label else "upright", fontsize=10)
+    ax.axis("off")
+plots.show(
+    fig,
+    name="upright-or-turned",
+    alt="Six patches of photographs in a row, each with its label, upright or turned.",
+)
+
+# %% [markdown]
+# The label is true of every patch, but you cannot see it on each: a piece of sky looks the same from all sides. So no model can reach 100 %.
+#
+# The model is the post's, layer by layer. Only `Adam(lr=1e-4)` is spelled `learning_rate` today. **Predict.** In which layer are most of its parameters?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def cnn():
+    blocks = [keras.Input([150, 150, 3])]
+    for filters in [32, 64, 128, 128]:
+        blocks += [layers.Conv2D(filters, 3, activation="relu"), layers.MaxPooling2D(2)]
+    head = [layers.Flatten(), layers.Dropout(0.5), layers.Dense(512, activation="relu")]
+    return keras.Sequential([*blocks, *head, layers.Dense(1, activation="sigmoid")])
+
+
+keras.utils.set_random_seed(0)
+with strategy.scope():
+    model = cnn()
+    model.compile(keras.optimizers.Adam(1e-4), "binary_crossentropy", metrics=["accuracy"])
+
+for layer in model.layers:
+    if layer.count_params():
+        print(f"{layer.__class__.__name__:7} {layer.count_params():9,}")
+print(f"total   {model.count_params():9,}")
+print(f"in the first dense layer: {model.layers[-2].count_params() / model.count_params():.0%}")
+
+# %% [markdown]
+# Nearly all are in the first dense layer, and their gradients travel in each all-reduce, though the convolutions do nearly all of the computing.
+#
+# The post trains 100 epochs of 100 steps. Here are five epochs of three steps. Each epoch is then validated on two batches. `steps_per_epoch` needs a data set that never ends: `repeat()`.
+
+
+# %%
+BATCH = 8  # global
+
+
+def pipeline(pictures, labels):
+    data = tf.data.Dataset.from_tensor_slices((pictures, labels)).shuffle(400, seed=0).repeat()
+    return data.batch(BATCH).map(lambda x, y: (tf.cast(x, tf.float32) / 255, y))
+
+
+print("each replica's share of a step:", shares(strategy, BATCH))
+bar, ticks = tqdm(total=5, desc="epochs", file=sys.stdout), []
+
+
+def tick(epoch, logs):
+    ticks.append(time.perf_counter())
+    bar.update()
+
+
+history = model.fit(
+    pipeline(*train),
+    validation_data=pipeline(*validation),
+    epochs=5,
+    steps_per_epoch=3,
+    validation_steps=2,
+    shuffle=False,  # the pipeline shuffles; without this Keras warns
+    verbose=0,
+    callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=tick)],
+).history
+bar.close()
+
+print("epoch  " + "  ".join(f"{name:>12}" for name in history))
+for epoch, row in enumerate(zip(*history.values(), strict=True), 1):
+    print(f"{epoch:5}  " + "  ".join(f"{value:12.3f}" for value in row))
+hours = (ticks[-1] - ticks[0]) / 12 * 10_000 / 3600  # 12 steps: the first epoch is slower
+print(f"at this pace the post's 100 epochs of 100 steps would take about {hours:.1f} hours")
+
+# %%
+fig, axes = plt.subplots(1, 2, figsize=(9, 3.2))
+epochs = range(1, 6)
+for ax, what in zip(axes, ["loss", "accuracy"], strict=True):
+    ax.plot(epochs, history[what], label="training, 24 patches an epoch")
+    ax.plot(epochs, history[f"val_{what}"], label="validation, 16 patches an epoch")
+    ax.set(xlabel="epoch (3 steps each)", ylabel=what, xticks=epochs)
+axes[0].axhline(np.log(2), color="black", linestyle=":", marker="", label="guessing")
+axes[1].axhline(0.5, color="black", linestyle=":", marker="", label="guessing")
+axes[1].set_ylim(0, 1)
+axes[1].legend(fontsize=8)
+best = max(history["val_accuracy"])
+fig.suptitle(
+    f"After 15 steps: validation accuracy {history['val_accuracy'][-1]:.2f}, at best {best:.2f}"
+)
+plots.show(
+    fig,
+    name="training-curves",
+    alt="Training curves of the CNN over five epochs, loss on the left and accuracy on the right, "
+    f"for training and validation. The last validation accuracy is {history['val_accuracy'][-1]:.2f}.",
+)
+
+# %% [markdown]
+# What do these curves show? That the program runs from end to end, and little more. Fifteen steps are 120 samples, and a validation of 16 patches moves by 6 % when one answer changes: chance alone moves it by 12 % up or down. Whether this model learns to see what is up takes thousands of steps. On a GPU set `epochs`, `steps_per_epoch` and `validation_steps` to the post's 100, 100 and 50.
+#
+# ### "The model must be compiled inside the block"
+#
+# The post calls this most important. The Keras guide says: create the variables inside the scope, and better call `fit` there too. Test it: a small model and its `compile`, each inside or outside, and `fit` always outside.
+#
+# **Predict.** Which of the five fail? Which of those that train use both devices?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def small():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input([4]), layers.Dense(8), layers.Dense(1)])
+
+
+def attempt(model_scope, compile_scope, optimizer=None):
+    with model_scope.scope():
+        model = small()
+    try:
+        with compile_scope.scope():
+            model.compile(optimizer or keras.optimizers.Adam(), "mse")
+        model.fit(x, x[:, :1], batch_size=32, verbose=0)
+    except RuntimeError as error:
+        return f"RuntimeError: {str(error).split(':')[0].split(' for <')[0]}"
+    return f"trained, copies of each weight: {len(copies(model.layers[0].kernel.value))}"
+
+
+default = tf.distribute.get_strategy()  # its scope changes nothing
+print("both inside                ", attempt(strategy, strategy))
+print("model inside               ", attempt(strategy, default))
+print("compile inside             ", attempt(default, strategy))
+print("both in, optimizer made out", attempt(strategy, strategy, keras.optimizers.Adam()))
+print("both outside               ", attempt(default, default))
+
+# %% [markdown]
+# The post is right: model, optimizer and `compile` belong inside. `fit` remembers the strategy and may stand outside. Halves fail at once, with an error that says so. The dangerous case is the last: no scope at all. It trains, on *one* device, and nothing tells you. Count the copies.
+#
+# ## The Keras guide, from end to end
+#
+# The [guide of Keras](https://keras.io/guides/distributed_training_with_tensorflow/) trains two dense layers of 256 on MNIST with Adam, a batch of 32 and two epochs. Its page stores the output of a run on *one* device (`Number of devices: 1`): validation accuracy 0.957 and 0.972, test accuracy 0.967. Here it runs on two replicas.
+
+
+# %%
+def guide(data, held_back):
+    (x, y), (x_test, y_test) = data
+    x, x_test = (part.reshape(-1, 784).astype("float32") / 255 for part in (x, x_test))
+
+    def batches(x, y):
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        dense = [layers.Dense(256, activation="relu"), layers.Dense(256, activation="relu")]
+        model = keras.Sequential([keras.Input([784]), *dense, layers.Dense(10)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")])
+        train = batches(x[:-held_back], y[:-held_back])
+        validation = batches(x[-held_back:], y[-held_back:])
+        seen = model.fit(train, epochs=2, validation_data=validation, verbose=0, shuffle=False)
+        test = model.evaluate(batches(x_test, y_test), verbose=0, return_dict=True)
+    for epoch in range(2):
+        values = [f"{name} {values[epoch]:.3f}" for name, values in seen.history.items()]
+        print(f"  epoch {epoch + 1}: " + ", ".join(values))
+    print("  test:    " + ", ".join(f"{name} {value:.3f}" for name, value in test.items()))
+
+
+print(f"devices: {strategy.num_replicas_in_sync}, each gets {shares(strategy, 32)[0]} of 32")
+print(MNIST_NOTE)
+guide(mnist(), held_back=1000)
+
+# %% [markdown]
+# Those figures are of 4,000 training images, so they must not be held against the guide's, which are of 50,000. The next cell runs all of MNIST if Keras has it in its cache on your machine, which takes about half a minute more.
+
+# %%
+try:
+    full = mnist(full=True)
+except DataError:
+    print(
+        "full MNIST: not measured, it is not in Keras' cache on this machine. To download it once:"
+    )
+    print('    python -c "import keras; keras.datasets.mnist.load_data()"')
+else:
+    print("full MNIST, on two replicas:")
+    guide(full, held_back=10_000)
+print("the guide, full MNIST, one device: val_accuracy 0.957, then 0.972; test accuracy 0.967")
+
+# %% [markdown]
+# ## A loop of your own: what does a replica divide by?
+#
+# In `fit` Keras scales the loss for you. In a loop of your own you do it. The rule: the replicas' gradients are *summed*. So each replica must give its share of the global mean: the sum over its own samples, divided by the size of the **global** batch. `tf.nn.compute_average_loss` does that, if you tell it the size.
+#
+# **Predict.** The losses of four samples are 1 and 2 on replica 0, 3 and 4 on replica 1. Their mean is 2.5. What is the sum over the replicas when each takes the mean of its own? And with three samples, 1 and 2 here, 3 there?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def own_mean(each, size):
+    return tf.reduce_mean(each)
+
+
+def size_guessed(each, size):
+    return tf.nn.compute_average_loss(each)  # takes the local size times the replicas
+
+
+def size_given(each, size):
+    return tf.nn.compute_average_loss(each, global_batch_size=size)
+
+
+WAYS = [own_mean, size_guessed, size_given]
+for losses in [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0]]:
+    print(f"losses {losses}, mean {np.mean(losses)}")
+    size = len(losses)
+    data = tf.data.Dataset.from_tensor_slices(losses).batch(size)
+    batch = next(iter(strategy.experimental_distribute_dataset(data)))
+    for way in WAYS:
+        run = tf.function(lambda each, way=way, n=size: strategy.run(way, args=(each, n)))
+        print(f"    {way.__name__:12} {strategy.reduce('SUM', run(batch), axis=None).numpy():.2f}")
+
+# %% [markdown]
+# The replica's own mean makes the loss, and every gradient, as many times too large as there are replicas. It acts like a learning rate that grows with the machine. Without a size, `compute_average_loss` assumes that all shares are equal; where they are not it gives a mean of means. Only the size of the global batch is right in both cases.
+#
+# ## Two replicas equal one device
+#
+# That synchronous training keeps the convergence of one device is a claim, and here is its proof: ten steps with a loop of your own on digits, on one device and on two replicas, with each of the three losses. The global batch is 63, so the shares are not equal. In float64 rounding is small, so a mistake cannot hide behind it.
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+(digits, answers), _ = mnist()
+digits, answers = digits[:630].reshape(-1, 784) / 255, answers[:630].astype("int32")
+
+
+def ten_steps(strategy, scale, batch=63):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        dense = [layers.Dense(32, "relu", dtype="float64"), layers.Dense(10, dtype="float64")]
+        model = keras.Sequential([keras.Input([784], dtype="float64"), *dense])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+
+    def on_replica(x, y):
+        with tf.GradientTape() as tape:
+            each = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
+            loss = scale(each, batch)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    step = tf.function(lambda x, y: strategy.run(on_replica, args=(x, y)))
+    data = tf.data.Dataset.from_tensor_slices((digits, answers)).batch(batch)
+    for x, y in strategy.experimental_distribute_dataset(data):
+        step(x, y)
+    return model.get_weights()
+
+
+one = ten_steps(default, size_given)
+difference = {}
+for way in WAYS:
+    two = ten_steps(strategy, way)
+    difference[way] = max(np.abs(a - b).max() for a, b in zip(one, two, strict=True))
+    print(f"{way.__name__:12} equals one device to 1e-12: {difference[way] < 1e-12}")
+assert difference[size_given] < 1e-12 and difference[size_guessed] > 1e-6
+
+# %%
+for way, largest in difference.items():
+    print(f"{way.__name__:12} largest difference of a weight: {largest:.1e}")
+
+# %% [markdown]
+# With the right scale the weights agree to 12 decimal places. They need not be equal to the last bit: two partial sums are added in another order than one long sum, and rounding differs. The two wrong scales are off by far more than rounding.
+#
+# The all-reduce itself can be done in several ways: `MirroredStrategy(cross_device_ops=...)` takes `NcclAllReduce` (NVIDIA GPUs only), `HierarchicalCopyAllReduce` (groups of GPUs first, made for one kind of eight-GPU machine) or `ReductionToOneDevice` (all send to one, which sends back). They are a matter of speed, not of results:
+
+# %%
+# NBVAL_CHECK_OUTPUT
+for ops in [tf.distribute.ReductionToOneDevice(), tf.distribute.HierarchicalCopyAllReduce()]:
+    other = tf.distribute.MirroredStrategy(DEVICES, cross_device_ops=ops)
+    two = ten_steps(other, size_given)
+    largest = max(np.abs(a - b).max() for a, b in zip(one, two, strict=True))
+    print(f"{type(ops).__name__:26} equals one device to 1e-12: {largest < 1e-12}")
+    assert largest < 1e-12
+
+# %% [markdown]
+# ## Break it: the first batch
+#
+# Now the same batch of 63 with `fit`, first as the only kind of batch, then as the last batch after one of 64.
+#
+# **Predict.** Does `fit` take shares of 32 and 31?
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def fit_small(strategy, samples, batch):
+    with strategy.scope():
+        model = small()
+        model.compile("sgd", "mse")
+    data = np.resize(x, [samples, 4])
+    data[-1] *= 10  # one sample that weighs
+    model.fit(data, data[:, :1], batch_size=batch, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+try:
+    fit_small(strategy, samples=63, batch=63)
+except tf.errors.InvalidArgumentError as error:
+    print("first batch 63:", re.search(r"Input 0.*?\] != .*?\]", str(error))[0])
+else:
+    raise AssertionError("fit takes a first batch that does not divide: mend this lesson")
+
+try:  # the same without a model
+    data = tf.data.Dataset.from_tensor_slices(x[:63]).batch(63)
+    batch = next(iter(strategy.experimental_distribute_dataset(data)))
+    strategy.reduce("MEAN", batch, axis=None)
+except tf.errors.InvalidArgumentError as error:
+    print("averaging it:  ", re.search(r"Input 0.*?\] != .*?\]", str(error))[0])
+
+pairs = zip(fit_small(strategy, 127, 64), fit_small(default, 127, 64), strict=True)
+largest = max(np.abs(a - b).max() for a, b in pairs)
+print("64, then 63: trained; equals one device to 1e-5:", largest < 1e-5)
+
+# %% [markdown]
+# The message speaks of `AddN`, of which your program has none. Here is the cause. Before training, Keras looks at the first batch to learn its shape. Under a strategy it has two shares, and Keras 3 makes one of them by *averaging the shares number by number* (`_maybe_symbolic_build` in Keras' TensorFlow trainer). The second line of the output does the same by hand. Shares of 32 and 31 cannot be added. Later batches are not looked at, so an odd *last* batch trains. But it does not train as one device would: `fit` divides each replica's own mean by the number of replicas, which is the mean of means again.
+#
+# **Mend:** make the first batch divisible. `batch(size, drop_remainder=True)` with a size that divides cures both, and leaves out the last few samples of an epoch; other ones each time, if you shuffle. For evaluation, where each sample counts, the exercise has a better way.
+#
+# ## How fast is it?
+#
+# So far nothing was timed, and for a reason. Here is one training step of a small CNN on 256 digits, timed in two set-ups, each against one replica with the whole batch:
+#
+# - two *logical* devices, in this process,
+# - two *processes*, each pinned to a core with one thread, under `MultiWorkerMirroredStrategy`: the same idea across processes, and the subject of [lesson 12](12_multi_worker.ipynb). Below, `meet` is a barrier: an all-reduce of a single number.
+#
+# **Predict.** Which set-up is faster than one replica? Think of what a logical device has of its own.
+
+
+# %%
+def make_step(strategy, x, y, size):
+    with strategy.scope():
+        convolutions = [layers.Conv2D(n, 3, activation="relu") for n in (16, 32)]
+        dense = [layers.MaxPooling2D(2), layers.Flatten(), layers.Dense(10)]
+        model = keras.Sequential([keras.Input([28, 28, 1]), *convolutions, *dense])
+        optimizer = keras.optimizers.SGD(0.01)
+        optimizer.build(model.trainable_variables)
+
+    def on_replica(x, y):
+        with tf.GradientTape() as tape:
+            each = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
+            loss = tf.nn.compute_average_loss(each, global_batch_size=size)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    @tf.function
+    def step(x, y):
+        return strategy.reduce("SUM", strategy.run(on_replica, args=(x, y)), axis=None)
+
+    return lambda: step(x, y).numpy()
+
+
+def some_digits(first, last):
+    (x, y), _ = mnist()
+    return tf.constant(x[first:last, :, :, None] / 255, tf.float32), tf.constant(
+        y[first:last], tf.int32
+    )
+
+
+SIZE, ROUNDS = 256, 7
+data = tf.data.Dataset.from_tensors(some_digits(0, SIZE)).unbatch().batch(SIZE)
+halves = next(iter(strategy.experimental_distribute_dataset(data)))
+logical = compare(
+    {
+        "one": make_step(default, *some_digits(0, SIZE), SIZE),
+        "two": make_step(strategy, *halves, SIZE),
+    },
+    repeat=ROUNDS,
+)
+
+# %%
+
+
+def worker():
+    strategy, alone = tf.distribute.MultiWorkerMirroredStrategy(), tf.distribute.get_strategy()
+    index, half = strategy.cluster_resolver.task_id, SIZE // 2
+    one = make_step(alone, *some_digits(0, SIZE), SIZE)
+    two = make_step(strategy, *some_digits(index * half, (index + 1) * half), SIZE)
+
+    def one_number():
+        return tf.distribute.get_replica_context().all_reduce("sum", tf.constant(1.0))
+
+    meet = tf.function(lambda: strategy.run(one_number))
+    seconds = {"one": [], "two": []}
+    for turn in range(-1, ROUNDS):  # the first round warms up
+        for way in ["one", "two"] if turn % 2 else ["two", "one"]:
+            meet().numpy()
+            start = time.perf_counter()
+            if way == "two":
+                two()
+            elif index == 0:  # worker 1 waits at the next meeting
+                one()
+            seconds[way].append(time.perf_counter() - start)
+    return [Timing(tuple(runs[1:])) for runs in seconds.values()]
+
+
+processes, _ = launch(worker, framework="tensorflow", roles={"worker": 2})
+rows = [
+    ("two logical devices", logical["one"], logical["two"], 2),
+    ("two processes on cores", *processes, 2),
+]
+print(speedup_table(rows))
+
+# %% [markdown]
+# A logical device is a name. Its operations run in the thread pool of the process, which *one* replica can already fill. So a speed-up of 1 is all that the first line can hope for, and some is lost to the second replica's work of organising. They are right for learning, and for testing a program before it meets two GPUs. A process on a core of its own is a device. (One replica is not equally fast in both lines: in the first it may use all cores, in the second it has one.) With two GPUs no further process is needed: there `MirroredStrategy` drives both from one, because a GPU computes on its own.
+#
+# ## Then → now
+
+
+# %% then="Adam(lr=1e-4), Adam(decay=1e-6), keras.utils.multi_gpu_model, tf.keras.optimizers.legacy.Adam" now="Adam(learning_rate=number or schedule) in MirroredStrategy.scope()" since="Keras 3; multi_gpu_model: TensorFlow 2.4"
+# NBVAL_CHECK_OUTPUT
+dead = {
+    "Adam(lr=1e-4)": lambda: keras.optimizers.Adam(lr=1e-4),
+    "multi_gpu_model": lambda: keras.utils.multi_gpu_model(model, gpus=2),
+    "legacy.Adam": lambda: tf.keras.optimizers.legacy.Adam(1e-4),
+    "Adam(decay=1e-6)": lambda: keras.optimizers.Adam(1e-4, decay=1e-6),
+}
+for name, call in dead.items():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # decay= only warns, and is then ignored
+        try:
+            call()
+        except (AttributeError, ImportError, UserWarning, ValueError) as error:
+            print(f"{name:17} {type(error).__name__}: {str(error)[:59]}")
+        else:
+            raise AssertionError(f"{name} works again")
+rate = keras.optimizers.schedules.InverseTimeDecay(1e-4, decay_steps=1, decay_rate=1e-6)
+assert keras.optimizers.Adam(rate).learning_rate < 1e-4 + 1e-9  # today's lr= and decay=
+
+# %% [markdown]
+# ## What this machine cannot show
+#
+# Without two GPUs you saw neither NCCL nor a speed-up of `MirroredStrategy` itself. Results on real GPUs: **not measured** yet; the multi-GPU path was not run by the authors.
+#
+# ## Exercise
+#
+# [Exercise 10](../exercises/10_mirrored_strategy.ipynb): a replica's share of the loss, a data set whose first batch always divides, and an audit that finds the mirrored variables which have drifted apart. About 30 minutes.
+#
+# ## Recap
+#
+# A strategy's scope gives each variable a copy on every device, and equal updates keep the copies equal. Batch by the global size; in a loop of your own divide by it too. Two replicas then compute what one device computes, and whether they do it faster depends on what a device is.
+#
+# 1. Your loop of your own learns well on one GPU and diverges on eight. What do you look at first?
+# 2. `fit` on two GPUs is exactly as fast as on one. Which number do you print?
+# 3. 1,001 samples, batches of 1,001, two replicas: what does Keras 3 do, and what with batches of 500?
+#
+# <details><summary>Answers</summary>
+#
+# 1. What the loss is divided by. With each replica's own mean the gradients are eight times too large.
+# 2. `strategy.num_replicas_in_sync`, and the number of copies of a weight: the model may have been made outside the scope.
+# 3. The first batch has shares of 501 and 500: `fit` fails. Batches of 500 divide; the last batch of one sample trains, but not as it would on one device.
+#
+# </details>
+#
+# Go on with [exercise 10](../exercises/10_mirrored_strategy.ipynb).
