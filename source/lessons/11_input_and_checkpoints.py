@@ -229,9 +229,9 @@ def ahead(function):
 
 
 def as_written(data):
-    """Without the prefetch that `tf.data` adds at the end where there is none."""
+    """Without what `tf.data` rewrites on its own, such as a prefetch that it adds."""
     options = tf.data.Options()
-    options.experimental_optimization.inject_prefetch = False
+    options.experimental_optimization.apply_default_optimizations = False
     return data.with_options(options)
 
 
@@ -276,7 +276,7 @@ print(f"The JPEG files have {on_disk / 2**20:.1f} MiB. Cached:", ", ".join(sizes
 #
 # All of this needs a free core. If the census above says one core, or other programs are at work, the lines lie close together, and the middle halves overlap: then the table has not decided, and the next figure says more.
 #
-# *Cache after augment* is fast because it does least, and it is wrong: you will see why below. *Unasked prefetch* is the serial order again, without an option: `tf.data` adds a prefetch at the end where you forgot it ([`inject_prefetch`](https://www.tensorflow.org/api_docs/python/tf/data/experimental/OptimizationOptions), on unless you switch it off), and the lines above it were measured without this help. The last line is the serial order without the two clocks, so that you know what the recording costs. Where that line is not clearly faster, the clocks cost less than the noise of your machine.
+# *Cache after augment* is fast because it does least, and it is wrong: you will see why below. *Unasked prefetch* is the serial order again, as TensorFlow runs it when you set no option: [it rewrites your pipeline](https://www.tensorflow.org/api_docs/python/tf/data/experimental/OptimizationOptions), and among other things adds a prefetch at the end where you forgot it. To show the orders as they are written, the three lines at the top run without this help. The last line is the serial order without the two clocks, so that you know what the recording costs. Where that line is not clearly faster, the clocks cost less than the noise of your machine.
 #
 # ## Which step is busy when
 #

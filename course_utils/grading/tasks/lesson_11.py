@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ..task import Finding, Task, Wrong, close, count, describe, is_list, item
+from ..task import Finding, Task, Wrong, close, count, describe, is_list, is_number, item
 
 # --- 11-pipeline ------------------------------------------------------------------------
 
@@ -397,6 +397,11 @@ def _same_weights(got: Any, want: list[float]) -> bool:
     return is_list(got, 2) and all(close(a, b, 1e-3) for a, b in zip(got, want, strict=True))
 
 
+def _pair(got: Any, expected: dict) -> list[float]:
+    """The weights that the run before returned; what they should be if it returned none."""
+    return got if is_list(got, 2) and all(map(is_number, got)) else expected["weights"]
+
+
 def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     every = list(range(inputs["epochs"]))
     killed, again, done = item(got, "killed"), item(got, "again"), item(got, "done")
@@ -426,7 +431,7 @@ def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         finished = "all epochs were done, and yet it trained"
     elif not is_list(item(done, "weights")):
         finished = f"the trained model was expected, not {describe(item(done, 'returned'))}"
-    elif not _same_weights(item(done, "weights"), expected["weights"]):
+    elif not _same_weights(item(done, "weights"), _pair(item(again, "weights"), expected)):
         finished = "the model that it returned is not the trained one"
     return [
         Finding("until the kill, each epoch is trained once", 1, first),
