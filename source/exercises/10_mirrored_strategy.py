@@ -37,7 +37,6 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-import tensorflow as tf
 
 from course_utils.grading import check, hint
 
@@ -57,6 +56,9 @@ print("sum of the replicas' means:", np.mean(on_replica_0) + np.mean(on_replica_
 
 
 # %% task="10-share"
+import tensorflow as tf
+
+
 def replica_loss(each, global_batch):
     """Return this replica's share of the mean loss: one number.
 
@@ -122,10 +124,13 @@ check("10-batches")
 # - `"mirrored"`: a copy on every device, and all of them are equal, number by number;
 # - `"drifted"`: mirrored, but the copies are not equal, as with BatchNorm's moving mean.
 #
-# A variable says in `variable.synchronization` when its copies are brought together. For a sync-on-read variable that is `tf.VariableSynchronization.ON_READ`.
+# A variable says in `variable.synchronization` when its copies are brought together. For a sync-on-read variable `variable.synchronization.name` is `"ON_READ"`.
 
 
 # %% task="10-audit"
+import numpy as np
+
+
 def audit(variable, strategy):
     """Return "one copy", "on read", "mirrored" or "drifted".
 
@@ -136,7 +141,7 @@ def audit(variable, strategy):
     values = [copy.numpy() for copy in strategy.experimental_local_results(variable)]
     if len(values) == 1:
         return "one copy"
-    if variable.synchronization == tf.VariableSynchronization.ON_READ:
+    if variable.synchronization.name == "ON_READ":
         return "on read"
     equal = all(np.array_equal(values[0], other) for other in values[1:])
     return "mirrored" if equal else "drifted"

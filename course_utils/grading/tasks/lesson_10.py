@@ -92,6 +92,7 @@ def _share_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = {"number": "", "equal": "", "unequal": ""}
     failed = item(got, "error")
     if type(failed) is str:
+        failed = failed or "it failed without a word"
         return [
             Finding("a replica's loss is one number", 1, failed),
             Finding("the gradient is that of one device, with equal shares", 2, failed),
@@ -249,7 +250,7 @@ def _batches_run(student, inputs: list) -> Any:
                     answer["error"] += f": {str(error)[:100]}"
                 continue
             answer["batches"] = batches
-            if number == 1:
+            if number == 1 and batches:
                 strategy = tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
                 pairs = made.map(lambda x: 2 * (tf.cast(x, tf.float32)[:, None],))
                 with strategy.scope():
@@ -295,6 +296,7 @@ def _batches_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
 
     failed = item(got, "error")
     if type(failed) is str:
+        failed = failed or "it failed without a word"
         return [Finding(text, points, failed) for text, points in texts.values()]
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         answer, n, size = item(got, number), case["samples"], case["size"]
@@ -485,6 +487,7 @@ def _audit_judge(inputs: list, expected: dict, got: Any) -> list[Finding]:
     texts = {kind: f'"{kind}" is said of all that are so, and of no other' for kind in _KINDS}
     failed = item(got, "error")
     if type(failed) is str:
+        failed = failed or "it failed without a word"
         return [Finding(text, 1, failed) for text in texts.values()]
     said = {name: item(got, name) for name in expected}
     odd = next((a for a in said.values() if type(a) is not str or a not in _KINDS), None)
@@ -517,7 +520,7 @@ AUDIT = Task(
         "One copy: done. Otherwise look at `variable.synchronization` first, because the copies "
         "of a sync-on-read variable may differ, and may be equal by chance. Only then compare "
         "all the numbers of the copies.",
-        "`variable.synchronization == tf.VariableSynchronization.ON_READ` is the second question; "
+        "`variable.synchronization.name == 'ON_READ'` is the second question; "
         "the third compares `copy.numpy()` of each copy with the first one's, by "
         "`np.array_equal`.",
     ),
