@@ -716,44 +716,41 @@ x = x.reshape(-1, 784) / np.float32(255)
 
 
 class StopAt(keras.callbacks.Callback):
+    """Stops after so many updates in all; notes with which epoch `fit` began, and after how many."""
+
     def __init__(self, updates):
         super().__init__()
-        self.updates = updates
+        self.updates, self.began = updates, None
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch + 1
+        self.began = self.began or (epoch + 1, int(self.model.optimizer.iterations))
 
     def on_train_batch_end(self, batch, logs=None):
         if int(self.model.optimizer.iterations) == self.updates:
             raise InterruptedError
 
 
-def two_epochs_of_157(stop_at=None, callbacks=()):
-    model = digits_model()
+def start(updates, *callbacks):
+    model, stop = digits_model(), StopAt(updates)
     backup = keras.callbacks.BackupAndRestore(work / "often-backup", save_freq=100)
-    where = StopAt(stop_at)
     options = {"batch_size": 32, "epochs": 2, "shuffle": False, "verbose": 0}
     try:
-        history = model.fit(x, y, callbacks=[backup, where, *callbacks], **options)
+        model.fit(x, y, callbacks=[backup, stop, *callbacks], **options)
     except InterruptedError:
         state = json.loads((work / "often-backup" / "training_metadata.json").read_text())
-        updates = int(model.optimizer.iterations)
-        return f"stopped after {updates} updates, in epoch {where.epoch}; the backup says {state}"
-    epochs = [e + 1 for e in history.epoch]
-    return f"trained epochs {epochs}; updates {int(model.optimizer.iterations)}, not {2 * 157}"
+        first, done = stop.began
+        return f"began epoch {first} with {done} updates, stopped at {updates}; backup: {state}"
+    raise AssertionError("it was not stopped")
 
 
 often = keras.callbacks.ModelCheckpoint(work / "often/ckpt-{epoch}-{batch}.keras", save_freq=100)
-print("1:", two_epochs_of_157(157 + 130, [often]))
-print("   ModelCheckpoint saved", sorted(p.name for p in (work / "often").iterdir()))
-shutil.copytree(work / "often-backup", work / "stopped-once")
-print("2:", two_epochs_of_157())
-shutil.copytree(work / "stopped-once", work / "often-backup")  # the same again, stopped twice
-print("2:", two_epochs_of_157(200 + 130))
-print("3:", two_epochs_of_157(300 + 10))
+print("start 1:", start(157 + 130, often))
+print("ModelCheckpoint saved", sorted(p.name for p in (work / "often").iterdir()))
+print("start 2:", start(200 + 130))
+print("start 3:", start(300 + 10))
 
 # %% [markdown]
-# The batches are counted across epochs: the second save is batch 43 of epoch 2. (The backup counts from 0.) Start 2 restored the weights *of* batch 43, then began the epoch from its *start*: 43 batches were trained twice. And whoever is stopped twice in the same epoch meets a mistake of Keras 3.15.1: the callback does not restore its own count of epochs, so its next backup says epoch 0, and start 3 is back in epoch 1. With `save_freq="epoch"` neither happens. `fit` has no place for a position inside an epoch; the last checkpoint form below has.
+# The batches are counted across epochs: the second save is batch 43 of epoch 2. (The backup counts from 0.) Start 2 restored the weights *of* that batch, 157 + 43 updates, and then began the epoch from its *start*: 43 batches are trained twice. And whoever is stopped twice in the same epoch meets a mistake of Keras 3.15.1: the callback does not restore its own count of epochs, so its next backup says epoch 0, and start 3 is back in epoch 1. With `save_freq="epoch"` neither happens. `fit` has no place for a position inside an epoch; the last checkpoint form below has.
 #
 # ## Break it: a torn checkpoint
 #
