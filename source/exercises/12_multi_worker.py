@@ -36,10 +36,10 @@ import json
 import os
 import tempfile
 
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # most of TensorFlow's notices off
+
 from course_utils.grading import check, hint
 from course_utils.launch import launch
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # most of TensorFlow's notices off
 
 # %% [markdown]
 # ## Task 1: TF_CONFIG of any cluster (5 points)
