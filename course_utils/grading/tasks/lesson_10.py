@@ -230,27 +230,23 @@ def _batches_run(student, inputs: list) -> Any:
         cpu = tf.config.list_physical_devices("CPU")[0]
         two = [tf.config.LogicalDeviceConfiguration()] * 2
         tf.config.set_logical_device_configuration(cpu, two)
-        answers = []
+        answers, trained = [], "not tried"  # of each data set its batches, or text
         for number, case in enumerate(cases):
-            answer = {"batches": None, "error": None, "fit": None}
-            answers.append(answer)
             try:
                 data = tf.data.Dataset.range(case["samples"])
                 made = batched(data, case["size"], case["replicas"])
                 if not isinstance(made, tf.data.Dataset):
-                    answer["error"] = f"it returned a {type(made).__name__}, not a Dataset"
+                    answers.append(f"it returned a {type(made).__name__}, not a Dataset")
                     continue
                 if made.element_spec.shape.rank != 1:
-                    answer["error"] = "its elements are no batches of samples"
+                    answers.append("its elements are no batches of samples")
                     continue
-                batches = [batch.numpy().tolist() for batch in made.take(1000)]
+                answers.append([batch.numpy().tolist() for batch in made.take(1000)])
             except ValueError as error:
-                answer["error"] = "ValueError"
-                if number < len(cases) - 1:
-                    answer["error"] += f": {str(error)[:100]}"
+                possible = case["samples"] >= case["replicas"]
+                answers.append(f"ValueError: {str(error)[:100]}" if possible else "ValueError")
                 continue
-            answer["batches"] = batches
-            if number == 1 and batches:
+            if number == 1 and answers[-1]:
                 strategy = tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
                 pairs = made.map(lambda x: 2 * (tf.cast(x, tf.float32)[:, None],))
                 with strategy.scope():
@@ -258,10 +254,10 @@ def _batches_run(student, inputs: list) -> Any:
                     model.compile("sgd", "mse")
                 try:
                     model.fit(pairs, verbose=0, shuffle=False)
-                    answer["fit"] = "trained"
+                    trained = "yes"
                 except (ValueError, tf.errors.InvalidArgumentError) as error:
-                    answer["fit"] = type(error).__name__
-        return answers
+                    trained = type(error).__name__
+        return {"answers": answers, "trained": trained}
 
     function = student.batched
     try:
@@ -299,16 +295,15 @@ def _batches_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         failed = failed or "it failed without a word"
         return [Finding(text, points, failed) for text, points in texts.values()]
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
-        answer, n, size = item(got, number), case["samples"], case["size"]
-        replicas, error = case["replicas"], item(answer, "error")
+        batches, n = item(item(got, "answers"), number), case["samples"]
+        size, replicas = case["size"], case["replicas"]
         where = f"{count(n, 'sample')}, size {size}, {replicas} replicas"
         if not want["possible"]:
-            if error != "ValueError":
+            if batches != "ValueError":
                 note("refuse", f"{where}: no first batch can divide, but nothing was raised")
             continue
-        batches = item(answer, "batches")
         if not is_list(batches) or not all(is_list(batch) for batch in batches):
-            said = error if type(error) is str else f"it gave {describe(batches)}"
+            said = batches if type(batches) is str else f"it gave {describe(batches)}"
             for key in ("samples", "few", "first"):
                 note(key, f"{where}: {said}")
             continue
@@ -328,7 +323,7 @@ def _batches_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             note("first", f"{where}: there is no first batch")
         elif len(batches[0]) % replicas:
             note("first", f"{where}: the first batch has {count(len(batches[0]), 'sample')}")
-        elif number == 1 and item(answer, "fit") != "trained":
+        elif number == 1 and item(got, "trained") != "yes":
             note("first", f"{where}: Keras' fit failed on it")
     return [Finding(text, points, why[key]) for key, (text, points) in texts.items()]
 
