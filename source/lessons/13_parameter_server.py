@@ -143,7 +143,7 @@ for workers in range(1, 6):
     print(f"{workers} workers: staleness {stale[-1]}, converges up to {simulated[stale[-1]]:.3f}")
 
 # %% [markdown]
-# The rates tried lie 0.05 apart. With two workers the limit is half of what one worker may use, and it keeps falling. So *whoever is done updates* has a price: old gradients want a smaller learning rate. You will see the same on a real cluster.
+# The rates tried lie 0.05 apart. With two workers the limit is about half of what one worker may use, and it keeps falling. So *whoever is done updates* has a price: old gradients want a smaller learning rate. You will see the same on a real cluster.
 #
 # ## A cluster of real processes
 #
@@ -481,7 +481,7 @@ plots.show(
 # A blog post on TensorFlow's strategies says of parameter servers (in our words): they converge more slowly, because updates are asynchronous; but they are better for very heavy models, because nobody waits for the slowest worker. Two claims, so four runs:
 #
 # - **asynchronous:** 2 workers, 1 server, 1 chief; **synchronous:** MultiWorkerMirroredStrategy with the same 2 workers, an all-reduce in each step;
-# - **equal workers**, and **a straggler**: a slow worker. `straggler`, above, runs a busy process beside worker 1, on the same core, so the worker gets about half of it. (A sleep would not do: it takes no computing time from anybody.)
+# - **equal workers**, and **a straggler**: a slow worker. `straggler`, above, runs a busy process beside worker 1, on the same core. A worker that computes all the time then gets about half of it; one that also waits for messages loses less. (A sleep would not do: it takes no computing time from anybody.)
 #
 # Every worker's step is the same in all runs: 512 images. A synchronous step is the mean of two such batches, so to move the weights as far for each image it gets twice the rate. Both ways train on the same number of images from the same first weights. While the runs go on, the weights are only copied; the loss on the test images is computed when all is over.
 
@@ -565,7 +565,7 @@ def train_together(rate, steps):
 
 
 # %% [markdown]
-# **Predict.** With equal workers, which way gets through more images a second? With one worker at half speed, what share of its own throughput does each way keep?
+# **Predict.** With equal workers, which way gets through more images a second? With one worker slowed down, which way keeps the larger share of its own throughput?
 
 # %%
 RATE, IMAGES_TOTAL = 0.1, 144 * BATCH
@@ -685,7 +685,7 @@ for machine in MACHINES:
 #
 # In this cluster worker 1 and the server run in a child process of their own, which can be killed with `SIGKILL` while the task stays in place. After the child's death the task serves again, on the same address: a new process that knows nothing.
 #
-# **Predict.** 40 steps are always in the queue when worker 1 is killed in the middle of one. How many does the server count in the end: fewer than were scheduled, as many, or more?
+# **Predict.** The chief puts 40 steps into the queue, and kills worker 1 while it works on one of them. How many does the server count in the end: fewer than were scheduled, as many, or more?
 
 
 # %%
