@@ -67,6 +67,8 @@ for rank, (jobs, task) in enumerate(
 # - On each host the first rank has the port `port`, the next `port + 1`, and so on.
 #
 # For `tf_config(["a", "b"], 2, {"chief": 1, "worker": 2}, 5000, 2)` the cluster is `{"chief": ["a:5000"], "worker": ["a:5001", "b:5000"]}`, and the task is worker 1.
+#
+# A job may have any name: for `tf_config(["a"], 2, {"worker": 1, "ps": 1}, 5000, 1)`, with one parameter server (lesson 13), the cluster is `{"worker": ["a:5000"], "ps": ["a:5001"]}`, and the task is ps 0.
 
 
 # %% task="12-tf-config"
@@ -139,33 +141,40 @@ check("12-save")
 
 # %%
 # NBVAL_CHECK_OUTPUT
-def shares(policy, folder):
+def shares(policies, files):
     import tensorflow as tf
 
     tf.get_logger().setLevel("ERROR")
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy]
-    files = [f"{folder}/{name}" for name in "abc"]
-    lines = tf.data.TextLineDataset(files).batch(4).with_options(options)
-    return [
-        "".join(line.decode() for line in strategy.experimental_local_results(step)[0].numpy())
-        for step in strategy.experimental_distribute_dataset(lines)
-    ]
+    seen = {}
+    for name in policies:
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[
+            name
+        ]
+        lines = tf.data.TextLineDataset(files).batch(4).with_options(options)
+        seen[name] = [
+            "".join(line.decode() for line in strategy.experimental_local_results(step)[0].numpy())
+            for step in strategy.experimental_distribute_dataset(lines)
+        ]
+    return seen
 
 
+policies = ("OFF", "DATA", "FILE")
 with tempfile.TemporaryDirectory() as folder:
-    for name in "abc":
-        with open(f"{folder}/{name}", "w") as file:
-            file.write(f"{name}\n" * 4)
-    for policy in ("OFF", "DATA", "FILE"):
-        for worker, steps in enumerate(launch(shares, 2, policy, folder, framework="tensorflow")):
-            print(f"{policy:4}  worker {worker}: {len(steps)} steps: {steps}")
+    files = [f"{folder}/{name}" for name in "abc"]
+    for file in files:
+        with open(file, "w") as lines:
+            lines.write(f"{file[-1]}\n" * 4)
+    workers = launch(shares, 2, policies, files, framework="tensorflow")
+for policy in policies:
+    for index, worker in enumerate(workers):
+        print(f"{policy:4}  worker {index}: {len(worker[policy])} steps: {worker[policy]}")
 
 # %% [markdown]
 # Write `plan(files, workers, batch)`. `files` are the numbers of samples in each file, in order; `batch` is the global batch, a multiple of `workers`. Return a dict with four entries:
 #
-# - `"OFF"`, `"DATA"`, `"FILE"`: how many steps an epoch takes under this policy. A last step that is not full counts. Under FILE, worker w reads the files w, w + workers, w + 2·workers, …, in steps of its own share of the batch. Where a worker would get no file at all, it is `None`.
+# - `"OFF"`, `"DATA"`, `"FILE"`: how many steps an epoch takes under this policy. A last step that is not full counts. Under FILE, worker w reads the files w, w + workers, w + 2·workers, …, in steps of its own share of the batch. It reads them as one row: a step may begin in one file and end in the next. Where a worker would get no file at all, it is `None`.
 # - `"choice"`: FILE reads each file only once, so choose `"FILE"` if it takes no more steps than DATA; otherwise `"DATA"`.
 #
 # For the three files above that is `{"OFF": 6, "DATA": 3, "FILE": 4, "choice": "DATA"}`.

@@ -86,18 +86,22 @@ def _config_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
                 continue
             cluster, task = config["cluster"], config["task"]
             lengths = {name: len(each) if is_list(each) else None for name, each in cluster.items()}
-            if lengths != case["jobs"]:
-                missing = sorted(set(case["jobs"]) - set(lengths))
-                wrong = next((n for n in lengths if lengths[n] != case["jobs"].get(n)), "")
-                about = f"the job {missing[0]} is missing" if missing else f"the job {wrong}"
-                note("jobs", f"{where}: {about}" + ("" if missing else " has other tasks"))
+            for name in [*case["jobs"], *lengths]:
+                if name not in lengths:
+                    note("jobs", f"{where}: the job {name} is missing")
+                elif name not in case["jobs"]:
+                    note("jobs", f"{where}: there is no job {name} in this cluster")
+                elif lengths[name] != case["jobs"][name]:
+                    note("jobs", f"{where}: the job {name} has another number of tasks")
             addresses = [a for each in cluster.values() if is_list(each) for a in each]
             if any(type(address) is not str for address in addresses):
                 note("address", f"{where}: an address is text, host:port")
             elif len(set(addresses)) < len(addresses):
                 note("address", f"{where}: two tasks have the same address")
-            elif cluster != want["cluster"]:
-                note("address", f"{where}: not every task is at its host and port")
+            for name, right in want["cluster"].items():
+                for place, address in enumerate(right):
+                    if item(cluster.get(name), place) != address:
+                        note("address", f"{where}: task {place} of {name} is at another address")
             if task.get("type") != job:
                 note("task", f"{where}: it is a task of another job")
             elif type(task.get("index")) is not int or task["index"] != index:
@@ -121,7 +125,8 @@ TF_CONFIG = Task(
         "The cluster part is the same on every rank. Only the task part asks who this rank is. "
         "So build the first for all ranks, then look the second up.",
         "Make a list of (job, index) for all ranks, job by job. Then go through it with "
-        "enumerate: rank r sits on host r // per_host, at port + r % per_host.",
+        "enumerate: the number of a rank says how many full hosts come before it, and how many "
+        "ranks come before it on its own host.",
         "`tasks = [(job, i) for job, n in jobs.items() for i in range(n)]`; for each rank r "
         "append `f'{hosts[r // per_host]}:{port + r % per_host}'` to `cluster[tasks[r][0]]` "
         "(start with `{job: [] for job in jobs}`); return `json.dumps` of both parts, with "
@@ -140,6 +145,34 @@ def tf_config(hosts, per_host, jobs, port, rank):
     return json.dumps({"cluster": cluster, "task": {"type": tasks[rank][0], "index": rank}})
 """,
             4,
+        ),
+        Wrong(
+            "a job chief in every cluster",
+            """
+import json
+def tf_config(hosts, per_host, jobs, port, rank):
+    tasks = [(job, i) for job, n in jobs.items() for i in range(n)]
+    cluster = {"chief": [], **{job: [] for job in jobs}}
+    for r, (job, _) in enumerate(tasks):
+        cluster[job].append(f"{hosts[r // per_host]}:{port + r % per_host}")
+    job, index = tasks[rank]
+    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+""",
+            4,
+        ),
+        Wrong(
+            "the rank in the port",
+            """
+import json
+def tf_config(hosts, per_host, jobs, port, rank):
+    tasks = [(job, i) for job, n in jobs.items() for i in range(n)]
+    cluster = {job: [] for job in jobs}
+    for r, (job, _) in enumerate(tasks):
+        cluster[job].append(f"{hosts[r // per_host]}:{port + r}")
+    job, index = tasks[rank]
+    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+""",
+            3,
         ),
         Wrong(
             "one port for all",
@@ -506,10 +539,9 @@ SHARD = Task(
     hints=(
         "How many samples does each worker read in an epoch, and how many of them in a step? "
         "An epoch lasts as long as the worker with the most.",
-        "A worker's share of a step is `batch // workers`. Under OFF a worker reads all samples "
-        "in such shares; under DATA all workers together read all samples, a global batch a "
-        "step; under FILE worker w reads `files[w::workers]`. A last step that is not full "
-        "counts too.",
+        "A worker's share of a step is `batch // workers`. Under OFF a worker reads all samples in "
+        "such shares; under DATA all workers together read them, a global batch a step. Under "
+        "FILE add up each worker's files first, then ask who needs most steps. Round up.",
         "`own = batch // workers`; OFF `math.ceil(sum(files) / own)`; DATA "
         "`math.ceil(sum(files) / batch)`; FILE the max over w of "
         "`math.ceil(sum(files[w::workers]) / own)`, or None if `len(files) < workers`; FILE is "
