@@ -25,7 +25,7 @@
 # |---|---|
 # | **Time** | 5 minutes to read, 25 to do: about 5, 10 and 10 for the three tasks |
 # | **You should know** | [lesson 10, MirroredStrategy](../notebooks/10_mirrored_strategy.ipynb) |
-# | **Runs on** | every machine: the checks use two logical CPU devices in a process of their own |
+# | **Runs on** | every machine: the checks use two or three logical CPU devices in a process of their own |
 #
 # Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. The first check takes some seconds, because it starts TensorFlow.
 #
@@ -79,12 +79,12 @@ check("10-share")
 # %% [markdown]
 # ## Task 2: a first batch that always divides (5 points)
 #
-# `fit` of Keras 3 fails when the shares of the *first* batch are not equal, and takes any later batch. When you evaluate, you don't want to drop samples. So make the first batch divide, and keep all.
+# `fit` and `evaluate` of Keras 3 fail when the shares of the *first* batch are not equal, and take any later batch. When you evaluate, you don't want to drop samples. So make the first batch divide, and keep all.
 #
 # Write `batched(dataset, size, replicas)`. `dataset` gives single samples and has a length, `len(dataset)`; `size` is the global batch that you would like, at least `replicas`. Return a data set of batches:
 #
 # - every sample once, in the same order;
-# - no batch larger than `size`, and at most one batch more than are needed with the largest multiple of `replicas` within `size`;
+# - no batch larger than `size`, and at most one batch more than are needed with the largest multiple of `replicas` within `size`: 11 samples, size 16 and 2 replicas may give batches of 10 and 1;
 # - the number of samples in the first batch is a multiple of `replicas`;
 # - where the data set has fewer samples than there are replicas, no first batch can divide: raise `ValueError`, and say why.
 #
@@ -121,7 +121,7 @@ check("10-batches")
 #
 # - `"one copy"`: it was made outside the scope;
 # - `"on read"`: a sync-on-read variable, such as a metric's; its copies may differ, and they may also be equal by chance;
-# - `"mirrored"`: a copy on every device, and all of them are equal, number by number;
+# - `"mirrored"`: a copy on every device (there may be more than two), and all of them are exactly equal, number by number;
 # - `"drifted"`: mirrored, but the copies are not equal, as with BatchNorm's moving mean.
 #
 # A variable says in `variable.synchronization` when its copies are brought together. For a sync-on-read variable `variable.synchronization.name` is `"ON_READ"`.

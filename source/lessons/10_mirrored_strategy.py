@@ -25,15 +25,14 @@
 # |---|---|
 # | **Time** | 25 minutes to read, 25 to do; the exercise comes on top |
 # | **You should know** | logical devices ([lesson 01](01_device_placement.ipynb)); speed-up ([lesson 02](02_two_devices_one_sum.ipynb)); not needed, but related: the all-reduce ([lesson 04](04_ddp_from_scratch.ipynb)) |
-# | **You will** | look inside a mirrored variable · share out a global batch · choose a strategy for any machine · train a CNN and the Keras guide's MNIST model · scale a loss · hold two replicas against one device · understand a crash of `fit` · time logical devices against processes |
-# | **Runs on** | no GPU, or one: logical CPU devices, and two pinned cores for the speed · two GPUs or more: the GPUs, in TensorFlow's GPU environment (the multi-GPU path was not run by the authors) |
+# | **You will** | look inside a mirrored variable · share out a global batch · choose a strategy for any machine · train a CNN and the Keras guide's MNIST model · scale a loss · hold two replicas against one device · understand a crash of `fit` · time two logical devices against one |
+# | **Runs on** | no GPU, or one: logical CPU devices · two GPUs or more: the GPUs, in TensorFlow's GPU environment (the multi-GPU path was not run by the authors) |
 # | **Last verified** | Python 3.11, TensorFlow 2.21.0, Keras 3.15.1 |
 
 # %%
 import os
 import re
 import sys
-import time
 import warnings
 
 # TensorFlow's notices would hide what the lesson prints. Four lines remain all the same: they
@@ -50,8 +49,7 @@ from tqdm import tqdm
 from course_utils import plots
 from course_utils.datasets import MNIST_NOTE, DataError, mnist, photo_patches
 from course_utils.devices import census, slots
-from course_utils.launch import launch
-from course_utils.timing import Timing, compare, speedup_table
+from course_utils.timing import compare, speedup_table
 
 tf.get_logger().setLevel(
     "ERROR"
@@ -315,7 +313,7 @@ print(
 
 
 # %%
-EPOCHS, STEPS, VALIDATION_STEPS, BATCH = 4, 2, 2, 4  # the batch is global
+EPOCHS, STEPS, VALIDATION_STEPS, BATCH = 3, 2, 1, 4  # the batch is global
 
 
 def pipeline(pictures, labels):
@@ -361,7 +359,7 @@ plots.show(
 )
 
 # %% [markdown]
-# What do these curves show? That the program runs from end to end, on both replicas, and no more. Eight steps see 32 patches, and in a validation of 8 patches one changed answer moves the accuracy by 12.5 percentage points.
+# What do these curves show? That the program runs from end to end, on both replicas, and no more. Six steps see 24 patches, and in a validation of 4 patches one changed answer moves the accuracy by 25 percentage points.
 #
 # ### "The model must be compiled inside the block"
 #
@@ -434,10 +432,10 @@ def guide(data, training, held_back):
 
 print(f"devices: {strategy.num_replicas_in_sync}, each gets {shares(strategy, 32)[0]} of 32")
 print(MNIST_NOTE)
-guide(mnist(), training=1600, held_back=400)
+guide(mnist(), training=960, held_back=320)
 
 # %% [markdown]
-# This shows that the guide's program runs on two replicas. It must not be held against the guide's numbers: 1,600 images and 100 steps here, 50,000 images and 3,126 steps there. The next cell runs all of MNIST if Keras has it in its cache on your machine: expect some minutes.
+# This shows that the guide's program runs on two replicas. It must not be held against the guide's numbers: 960 images and 60 steps here, 50,000 images and 3,126 steps there. The next cell runs all of MNIST if Keras has it in its cache on your machine: expect some minutes.
 
 # %%
 try:
@@ -498,9 +496,9 @@ for kind in [keras.optimizers.SGD, keras.optimizers.Adam]:
 #
 # That synchronous training converges as one device does is a claim. Here is a test: ten steps with a loop of your own on digits, on one device and on two replicas. The global batch is 63, so the shares are not equal. In float64 rounding is small, so a mistake cannot hide behind it.
 #
-# The all-reduce itself can be done in several ways, which may differ in speed but not in the result: `MirroredStrategy(cross_device_ops=...)` takes `NcclAllReduce` (NVIDIA GPUs only), `ReductionToOneDevice` (all send to one, which sends back) or [`HierarchicalCopyAllReduce`](https://www.tensorflow.org/api_docs/python/tf/distribute/HierarchicalCopyAllReduce) (in stages, made for the wiring of NVIDIA's DGX-1). The test tries the last two as well.
+# The all-reduce itself can be done in several ways, which may differ in speed but not in the result: `MirroredStrategy(cross_device_ops=...)` takes `NcclAllReduce` (NVIDIA GPUs only), `ReductionToOneDevice` (all send to one, which sends back) or [`HierarchicalCopyAllReduce`](https://www.tensorflow.org/api_docs/python/tf/distribute/HierarchicalCopyAllReduce) (in stages, made for the wiring of NVIDIA's DGX-1). The test uses TensorFlow's choice for your devices, and then the last.
 #
-# **Predict.** Which of the five lines say True? BatchNorm: think of the audit.
+# **Predict.** Which of the four comparisons say True? BatchNorm: think of the audit.
 
 
 # %%
@@ -532,17 +530,13 @@ def ten_steps(strategy, scale=size_given, between=(), batch=63):
     return [weight.numpy() for weight in model.trainable_variables]
 
 
-def mirrored_by(ops):
-    return tf.distribute.MirroredStrategy(DEVICES, cross_device_ops=ops)
-
-
-to_one, in_stages = tf.distribute.ReductionToOneDevice(), tf.distribute.HierarchicalCopyAllReduce()
+stages = tf.distribute.HierarchicalCopyAllReduce()
+in_stages = tf.distribute.MirroredStrategy(DEVICES, cross_device_ops=stages)
 norm = [layers.BatchNormalization]
 one, one_norm = ten_steps(default), ten_steps(default, between=norm)
 runs = {
     "the right scale": (one, ten_steps(strategy)),
-    "... ReductionToOneDevice": (one, ten_steps(mirrored_by(to_one))),
-    "... HierarchicalCopyAllReduce": (one, ten_steps(mirrored_by(in_stages))),
+    "... and HierarchicalCopy": (one, ten_steps(in_stages)),
     "each replica's own mean": (one, ten_steps(strategy, own_mean)),
     "the right scale, with BatchNorm": (one_norm, ten_steps(strategy, between=norm)),
 }
@@ -552,7 +546,7 @@ difference = {
 }
 for name, largest in difference.items():
     print(f"{name:31} equals one device to 1e-12: {largest < 1e-12}")
-assert [d < 1e-12 for d in difference.values()] == [True, True, True, False, False]
+assert [d < 1e-12 for d in difference.values()] == [True, True, False, False]
 
 # %%
 for name, largest in difference.items():
@@ -563,21 +557,27 @@ for name, largest in difference.items():
 #
 # ## Break it: the first batch
 #
-# Now a batch of 63 with Keras' own loops: as the first batch of `fit` and of `evaluate`, of `predict`, and as the last batch after one of 64.
+# Now a batch of 63 with Keras' own loops: as the first batch of `fit` and of `evaluate`, and as the last batch of `fit`, after one of 64.
 #
 # **Predict.** Which of them take shares of 32 and 31?
 
 
 # %%
 # NBVAL_CHECK_OUTPUT
-def fit_small(strategy, samples, batch=64):
+def fit_small(strategy, samples, batch):
+    """Train; return the model, and its weights after each step."""
     with strategy.scope():
         model = small()
         model.compile("sgd", "mse")
     data = np.resize(x, [samples, 4])
     data[-1] *= 10  # one sample that weighs
-    model.fit(data, data[:, :1], batch_size=batch, shuffle=False, verbose=0)
-    return model
+    after = []
+    keep = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: after.append(model.get_weights())
+    )
+    options = {"batch_size": batch, "shuffle": False, "verbose": 0, "callbacks": [keep]}
+    model.fit(data, data[:, :1], **options)
+    return model, after
 
 
 def average_by_hand():
@@ -586,43 +586,41 @@ def average_by_hand():
     strategy.reduce("MEAN", batch, axis=None)
 
 
-equal, odd = fit_small(strategy, 128), fit_small(strategy, 127)
+(trained, two), (_, one) = fit_small(strategy, 127, 64), fit_small(default, 127, 64)
+apart = [
+    max(np.abs(a - b).max() for a, b in zip(*step, strict=True))
+    for step in zip(two, one, strict=True)
+]
+for size, largest in zip([64, 63], apart, strict=True):
+    print(f"fit, after a batch of {size}, equals one device to 1e-5: {largest < 1e-5}")
+assert apart[0] < 1e-5 < apart[1]
+
 calls = {
-    "fit, first batch 63": lambda: fit_small(strategy, 63, batch=63),
-    "evaluate, first batch 63": lambda: odd.evaluate(x[:63], x[:63, :1], batch_size=63, verbose=0),
-    "predict, first batch 63": lambda: odd.predict(x[:63], batch_size=63, verbose=0),
+    "fit, first batch 63": lambda: fit_small(strategy, 63, 63),
+    "evaluate, first batch 63": lambda: trained.evaluate(x[:63], x[:63, :1], 63, verbose=0),
     "averaging 63 by hand": average_by_hand,
 }
 for name, call in calls.items():
     try:
         call()
-        print(f"{name:24} works")
     except tf.errors.InvalidArgumentError as error:
         print(f"{name:24} fails:", re.search(r"Input 0.*?\] != .*?\]", str(error))[0])
-
-largest = {}
-for name, two, samples in [("64 + 64", equal, 128), ("64 + 63", odd, 127)]:
-    pairs = zip(two.get_weights(), fit_small(default, samples).get_weights(), strict=True)
-    largest[name] = max(np.abs(a - b).max() for a, b in pairs)
-    print(f"fit, {name}: trained; equals one device to 1e-5: {largest[name] < 1e-5}")
-assert largest["64 + 64"] < 1e-5 < largest["64 + 63"]
+    else:
+        raise AssertionError(f"{name} works: mend this lesson")
 
 # %%
-print({name: f"largest difference {value:.0e}" for name, value in largest.items()})
+print("largest difference after 64:", f"{apart[0]:.0e}; after 63 more: {apart[1]:.0e}")
 
 # %% [markdown]
-# Here is the cause of the crash. `fit` and `evaluate` first look at one batch to learn its shape. Under a strategy it has two shares, and Keras 3 makes one of them by *averaging the shares number by number* (`_maybe_symbolic_build` in Keras' TensorFlow trainer). The fourth call does the same by hand. Shares of 32 and 31 cannot be added. Later batches are not looked at, so an odd *last* batch trains. But not as on one device: `fit` divides each replica's own mean by the number of replicas (`scale_loss_for_distribution` in Keras), which is a mean of means.
+# Here is the cause of the crash. `fit` and `evaluate` first look at one batch to learn its shape. Under a strategy it has two shares, and Keras 3 makes one of them by *averaging the shares number by number* (`_maybe_symbolic_build` in Keras' TensorFlow trainer). The last call does the same by hand. Shares of 32 and 31 cannot be added. Later batches are not looked at, so an odd *last* batch trains. But not as on one device: `fit` divides each replica's own mean by the number of replicas (`scale_loss_for_distribution` in Keras), which is a mean of means.
 #
 # **Mend:** make the first batch divisible. `batch(size, drop_remainder=True)` with a size that divides cures both, and leaves out the last few samples of an epoch; other ones each time, if you shuffle. For `evaluate`, where each sample counts, the exercise has a better way.
 #
 # ## How fast is it?
 #
-# So far nothing was timed, and for a reason. Here is one training step of a small CNN on 256 digits, timed in two set-ups, each against one replica with the whole batch:
+# So far nothing was timed, and for a reason. Here is one training step of a small CNN on 128 digits, on one replica, and on two logical devices that share the batch.
 #
-# - two *logical* devices, in this process,
-# - two *processes*, each pinned to a core with one thread, under `MultiWorkerMirroredStrategy`: the same idea across processes, and the subject of [lesson 12](12_multi_worker.ipynb). Below, `meet` is a barrier: an all-reduce of a single number.
-#
-# **Predict.** Which set-up is faster than one replica? Think of what a logical device has of its own.
+# **Predict.** Are two faster than one? Think of what a logical device has of its own.
 
 
 # %%
@@ -649,61 +647,20 @@ def make_step(strategy, x, y, size):
     return lambda: step(x, y).numpy()
 
 
-def some_digits(first, last):
-    (x, y), _ = mnist()
-    return tf.constant(x[first:last, :, :, None] / 255, tf.float32), tf.constant(
-        y[first:last], tf.int32
-    )
-
-
-SIZE, ROUNDS = 256, 5
-data = tf.data.Dataset.from_tensors(some_digits(0, SIZE)).unbatch().batch(SIZE)
-halves = next(iter(strategy.experimental_distribute_dataset(data)))
-logical = compare(
-    {
-        "one": make_step(default, *some_digits(0, SIZE), SIZE),
-        "two": make_step(strategy, *halves, SIZE),
-    },
-    repeat=ROUNDS,
+(x, y), _ = mnist()
+SIZE = 128
+x, y = tf.constant(x[:SIZE, :, :, None] / 255, tf.float32), tf.constant(y[:SIZE], tf.int32)
+data = tf.data.Dataset.from_tensors((x, y)).unbatch().batch(SIZE)
+shared = next(iter(strategy.experimental_distribute_dataset(data)))
+timings = compare(
+    {"one": make_step(default, x, y, SIZE), "two": make_step(strategy, *shared, SIZE)}, repeat=5
 )
-
-
-# %%
-# This function runs in two processes, one on each core.
-def worker():
-    strategy, alone = tf.distribute.MultiWorkerMirroredStrategy(), tf.distribute.get_strategy()
-    index, half = strategy.cluster_resolver.task_id, SIZE // 2
-    one = make_step(alone, *some_digits(0, SIZE), SIZE)
-    two = make_step(strategy, *some_digits(index * half, (index + 1) * half), SIZE)
-
-    def one_number():
-        return tf.distribute.get_replica_context().all_reduce("sum", tf.constant(1.0))
-
-    meet = tf.function(lambda: strategy.run(one_number))
-    seconds = {"one": [], "two": []}
-    for turn in range(-1, ROUNDS):  # the first round warms up
-        for way in ["one", "two"] if turn % 2 else ["two", "one"]:
-            meet().numpy()
-            start = time.perf_counter()
-            if way == "two":
-                two()
-            elif index == 0:  # worker 1 waits at the next meeting
-                one()
-            seconds[way].append(time.perf_counter() - start)
-    return [Timing(tuple(runs[1:])) for runs in seconds.values()]
-
-
-processes, _ = launch(worker, framework="tensorflow", roles={"worker": 2})
-rows = [
-    ("two logical devices", logical["one"], logical["two"], 2),
-    ("two processes on cores", *processes, 2),
-]
-print(speedup_table(rows))
+print(speedup_table([("two replicas", timings["one"], timings["two"], 2)]))
 
 # %% [markdown]
-# A logical device is a name. It has no core of its own: the operations of both replicas wait for the same thread pool. One replica may already use that pool, so the first line promises nothing, and what it gains or loses depends on how many threads one replica leaves idle. Logical devices are right for learning, and for testing a program before it meets two GPUs. A process on a core of its own is a device.
+# (A speed-up is formed within each round, and the median of those is shown; it need not be the ratio of the two medians beside it.)
 #
-# How to read the table: a speed-up is formed within each round, and its median is shown; it need not be the ratio of the two medians beside it. One replica is not equally fast in both lines, because in the first it may use all cores and in the second it has one. With two GPUs `MirroredStrategy` drives both from one process, because a GPU computes on its own.
+# A logical device is a name. It has no core of its own: the operations of both replicas wait for the same thread pool. One replica may already use that pool, so nothing is promised; what the second gains or loses depends on how many threads the first leaves idle. Logical devices are right for learning, and for testing a program before it meets two GPUs. For a speed-up each replica needs a device of its own. Without a GPU that is a process pinned to a core: `MultiWorkerMirroredStrategy`, the same idea across processes, is measured in [lesson 12](12_multi_worker.ipynb). With two GPUs `MirroredStrategy` drives both from one process.
 #
 # ## Then → now
 #

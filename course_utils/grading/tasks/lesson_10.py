@@ -35,6 +35,7 @@ def _share_run(student, inputs: list) -> Any:
         import os
 
         os.environ.pop("TF_CONFIG", None)
+        import numpy as np
         import tensorflow as tf
 
         tf.get_logger().setLevel("ERROR")
@@ -57,14 +58,19 @@ def _share_run(student, inputs: list) -> Any:
                     loss = tf.convert_to_tensor(replica_loss(each, size))
                 gradient = tape.gradient(loss, weight)
                 if gradient is None:
-                    raise ValueError("the loss that was returned does not depend on `each`")
+                    raise ValueError(
+                        "no gradient comes back: use TensorFlow operations on `each`, not NumPy's"
+                    )
                 context = tf.distribute.get_replica_context()
-                return context.all_reduce("sum", gradient), tf.constant(loss.shape.rank)
+                total = context.all_reduce("sum", tf.reduce_sum(tf.cast(loss, tf.float64)))
+                return context.all_reduce("sum", gradient), tf.constant(loss.shape.rank), total
 
-            gradient, rank = strategy.run(on_replica, args=parts)
+            gradient, rank, total = strategy.run(on_replica, args=parts)
             first = strategy.experimental_local_results(gradient)[0]
             ranks = [int(r.numpy()) for r in strategy.experimental_local_results(rank)]
-            answers.append({"gradient": first.numpy().tolist(), "rank": max(ranks)})
+            summed = float(strategy.experimental_local_results(total)[0].numpy())
+            summed = summed if np.isfinite(summed) else str(summed)
+            answers.append({"gradient": first.numpy().tolist(), "rank": max(ranks), "loss": summed})
         return answers
 
     function = student.replica_loss
@@ -77,14 +83,16 @@ def _share_run(student, inputs: list) -> Any:
 
 
 def _share_expected(inputs: list) -> list:
-    """The gradient of the mean over the whole batch, on one device, in whole numbers."""
+    """The mean loss of the whole batch and its gradient, on one device, in whole numbers."""
     answers = []
     for case in inputs:
-        total = [0, 0, 0]
+        total, loss = [0, 0, 0], 0
         for x, y in zip(case["x"], case["y"], strict=True):
             error = sum(a * b for a, b in zip(x, case["weight"], strict=True)) - y
             total = [t + 2 * error * a for t, a in zip(total, x, strict=True)]
-        answers.append([t / len(case["y"]) for t in total])
+            loss += error**2
+        size = len(case["y"])
+        answers.append({"gradient": [t / size for t in total], "loss": loss / size})
     return answers
 
 
@@ -104,7 +112,14 @@ def _share_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         where = f"{count(size, 'sample')} on two replicas"
         if item(answer, "rank") != 0 and not why["number"]:
             why["number"] = "you returned several numbers: a replica's loss is their sum"
+        loss, want = item(answer, "loss"), want["gradient"]
         if is_list(gradient, 3) and all(map(close, gradient, want, [1e-9] * 3)):
+            mean = expected[number]["loss"]
+            if not close(loss, mean, 1e-9 * max(1, mean)) and not why[case["about"]]:
+                why[case["about"]] = (
+                    f"with {where} the gradient is right, but the replicas' losses add up to "
+                    f"{loss if type(loss) is str else describe(loss)}, not to the mean"
+                )
             continue
         problem = f"with {where} the summed gradient is not that of one device"
         if not is_list(gradient, 3):
@@ -187,6 +202,24 @@ def replica_loss(each, global_batch):
             4,
         ),
         Wrong(
+            "a mean, weighted: not a number where a replica has no sample",
+            """
+import tensorflow as tf
+def replica_loss(each, global_batch):
+    return tf.reduce_mean(each) * len(each) / global_batch
+""",
+            3,
+        ),
+        Wrong(
+            "NumPy's sum, through which no gradient comes",
+            """
+import numpy as np
+def replica_loss(each, global_batch):
+    return np.sum(each) / global_batch
+""",
+            0,
+        ),
+        Wrong(
             "divided by the replicas, too",
             """
 import tensorflow as tf
@@ -242,9 +275,9 @@ def _batches_run(student, inputs: list) -> Any:
                     answers.append("its elements are no batches of samples")
                     continue
                 answers.append([batch.numpy().tolist() for batch in made.take(1000)])
-            except ValueError as error:
-                possible = case["samples"] >= case["replicas"]
-                answers.append(f"ValueError: {str(error)[:100]}" if possible else "ValueError")
+            except (ValueError, tf.errors.OpError) as error:
+                said = str(error).strip().splitlines() or ["(no word)"]
+                answers.append(f"{type(error).__name__}: {said[-1][:100]}")
                 continue
             if number == 1 and answers[-1]:
                 strategy = tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
@@ -299,8 +332,12 @@ def _batches_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         size, replicas = case["size"], case["replicas"]
         where = f"{count(n, 'sample')}, size {size}, {replicas} replicas"
         if not want["possible"]:
-            if batches != "ValueError":
+            if type(batches) is not str:
                 note("refuse", f"{where}: no first batch can divide, but nothing was raised")
+            elif batches == "ValueError: (no word)":
+                note("refuse", f"{where}: the ValueError does not say why")
+            elif not batches.startswith("ValueError:"):
+                note("refuse", f"{where}: not your ValueError, but {batches}")
             continue
         if not is_list(batches) or not all(is_list(batch) for batch in batches):
             said = batches if type(batches) is str else f"it gave {describe(batches)}"
@@ -390,6 +427,28 @@ def batched(dataset, size, replicas):
             3,
         ),
         Wrong(
+            "does not look whether there are enough",
+            """
+def batched(dataset, size, replicas):
+    whole, n = size - size % replicas, len(dataset)
+    first = min(whole, n - n % replicas)
+    return dataset.take(first).batch(first).concatenate(dataset.skip(first).batch(whole))
+""",
+            4,
+        ),
+        Wrong(
+            "refuses without a word",
+            """
+def batched(dataset, size, replicas):
+    whole, n = size - size % replicas, len(dataset)
+    first = min(whole, n - n % replicas)
+    if first == 0:
+        raise ValueError()
+    return dataset.take(first).batch(first).concatenate(dataset.skip(first).batch(whole))
+""",
+            4,
+        ),
+        Wrong(
             "what is too few is trained all the same",
             """
 def batched(dataset, size, replicas):
@@ -408,7 +467,7 @@ _KINDS = ("one copy", "mirrored", "drifted", "on read")
 
 
 def _audit_inputs(seed: int) -> list:
-    """Variables by name and kind, with the values of their two copies."""
+    """Variables by name and kind, with the values of their three copies."""
     rng = random.Random(seed)
 
     def numbers() -> list:
@@ -425,7 +484,12 @@ def _audit_inputs(seed: int) -> list:
                 second[1], second[2] = first[2] + 1, first[1] - 1  # the sums are equal
             elif kind == "on read" and trainable:
                 second = numbers()
-            out.append({"kind": kind, "trainable": trainable, "values": [first, second]})
+            third = list(first) if kind != "on read" else numbers() if trainable else first
+            out.append({"kind": kind, "trainable": trainable, "values": [first, second, third]})
+    for where, off in ((2, 1.0), (1, 1e-7)):  # only the last copy; by very little
+        values = [numbers()] * 3
+        values[where] = [*values[0][:-1], values[0][-1] + off]
+        out.append({"kind": "drifted", "trainable": True, "values": values})
     rng.shuffle(out)
     return [{"name": f"v{number}", **spec} for number, spec in enumerate(out)]
 
@@ -442,9 +506,9 @@ def _audit_run(student, inputs: list) -> Any:
 
         tf.get_logger().setLevel("ERROR")
         cpu = tf.config.list_physical_devices("CPU")[0]
-        two = [tf.config.LogicalDeviceConfiguration()] * 2
-        tf.config.set_logical_device_configuration(cpu, two)
-        strategy = tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
+        three = [tf.config.LogicalDeviceConfiguration()] * 3
+        tf.config.set_logical_device_configuration(cpu, three)
+        strategy = tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1", "/CPU:2"])
         default = tf.distribute.get_strategy()
         answers = {}
         for spec in specs:
@@ -489,11 +553,16 @@ def _audit_judge(inputs: list, expected: dict, got: Any) -> list[Finding]:
     findings = []
     for kind, text in texts.items():
         missed = sum(want == kind and said[name] != kind for name, want in expected.items())
-        extra = sum(want != kind and said[name] == kind for name, want in expected.items())
+        extra = [
+            f'{count(number, "variable")} that {"is" if number == 1 else "are"} "{other}"'
+            for other in _KINDS
+            if (number := sum(said[n] == kind for n, want in expected.items() if want == other))
+            and other != kind
+        ]
         total = sum(want == kind for want in expected.values())
         why = f"{missed} of {total} not recognised" if missed else ""
         if extra:
-            why += ("; " if why else "") + f"said of {count(extra, 'variable')} too many"
+            why += ("; " if why else "") + "also said of " + " and ".join(extra)
         if missed and odd is not None:
             why += f"; you returned {describe(odd)} that is none of the four words"
         findings.append(Finding(text, 1, why))
@@ -541,7 +610,7 @@ def audit(variable, strategy):
     copies = [copy.numpy() for copy in strategy.experimental_local_results(variable)]
     if len(copies) == 1:
         return "one copy"
-    return "mirrored" if np.array_equal(*copies) else "drifted"
+    return "mirrored" if all(map(np.array_equal, copies, copies[:1] * 3)) else "drifted"
 """,
             1,
         ),
@@ -555,7 +624,7 @@ def audit(variable, strategy):
         return "one copy"
     if variable.synchronization == tf.VariableSynchronization.ON_READ:
         return "on read"
-    return "mirrored" if copies[0][0] == copies[1][0] else "drifted"
+    return "mirrored" if len({copy[0] for copy in copies}) == 1 else "drifted"
 """,
             2,
         ),
@@ -569,7 +638,37 @@ def audit(variable, strategy):
         return "one copy"
     if variable.synchronization == tf.VariableSynchronization.ON_READ:
         return "on read"
-    return "mirrored" if copies[0].sum() == copies[1].sum() else "drifted"
+    return "mirrored" if len({copy.sum() for copy in copies}) == 1 else "drifted"
+""",
+            2,
+        ),
+        Wrong(
+            "compares the first two copies only",
+            """
+import numpy as np
+import tensorflow as tf
+def audit(variable, strategy):
+    copies = [copy.numpy() for copy in strategy.experimental_local_results(variable)]
+    if len(copies) == 1:
+        return "one copy"
+    if variable.synchronization == tf.VariableSynchronization.ON_READ:
+        return "on read"
+    return "mirrored" if np.array_equal(copies[0], copies[1]) else "drifted"
+""",
+            2,
+        ),
+        Wrong(
+            "takes nearly equal for equal",
+            """
+import numpy as np
+import tensorflow as tf
+def audit(variable, strategy):
+    copies = [copy.numpy() for copy in strategy.experimental_local_results(variable)]
+    if len(copies) == 1:
+        return "one copy"
+    if variable.synchronization == tf.VariableSynchronization.ON_READ:
+        return "on read"
+    return "mirrored" if all(np.allclose(copies[0], copy) for copy in copies) else "drifted"
 """,
             2,
         ),
