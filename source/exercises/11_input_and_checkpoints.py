@@ -43,16 +43,15 @@ from course_utils.grading import check, hint
 # %% [markdown]
 # ## Task 1: order a pipeline (7 points)
 #
-# Six methods of a data set, once more: `map` (with `num_parallel_calls`), `cache`, `shuffle`, `batch`, `prefetch`. Here are two of them in both orders, on the numbers 0 to 7. Which one mixes pictures, and which one only batches?
+# Six methods of a data set, once more: `map` (with `num_parallel_calls`), `cache`, `shuffle`, `batch`, `prefetch`. `shuffle` has a number, too: how many elements its buffer holds. What can come out first, of a hundred files, with a buffer of ten?
 
 # %%
 # NBVAL_CHECK_OUTPUT
-eight = tf.data.Dataset.range(8)
-pairs = [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
-one, other = eight.shuffle(8, seed=3).batch(2), eight.batch(2).shuffle(4, seed=3)
-for name, data in {"shuffle, then batch": one, "batch, then shuffle": other}.items():
-    batches = [set(batch.tolist()) for batch in data.as_numpy_iterator()]
-    print(f"{name}: the neighbours are still together: {all(pair in batches for pair in pairs)}")
+hundred = tf.data.Dataset.range(100)
+for buffer in (10, 100):
+    tries = [next(hundred.shuffle(buffer).batch(5).as_numpy_iterator()) for _ in range(20)]
+    far = max(int(batch.max()) for batch in tries)
+    print(f"shuffle({buffer}): in 20 tries a first batch goes beyond number 13: {far > 13}")
 
 # %% [markdown]
 # Write `pipeline(files, decode, augment, number, local, replicas)`. It returns a data set of batches.

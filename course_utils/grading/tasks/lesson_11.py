@@ -136,7 +136,11 @@ def _pipeline_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         problem = item(got, "problem")
         if type(problem) is not str:
             problem = f"a data set was expected, not {describe(item(got, 'returned'))}"
-        return [Finding(text, points, problem) for text, points in _PIPELINE.values()]
+        whys = [problem, *["not judged: see the first property"] * (len(_PIPELINE) - 1)]
+        return [
+            Finding(text, points, why)
+            for (text, points), why in zip(_PIPELINE.values(), whys, strict=True)
+        ]
 
     flat = [[row for batch in epoch for row in batch] for epoch in epochs]
     for epoch in flat:
@@ -405,6 +409,7 @@ def _pair(got: Any, expected: dict) -> list[float]:
 def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     every = list(range(inputs["epochs"]))
     killed, again, done = item(got, "killed"), item(got, "again"), item(got, "done")
+    unseen = all(item(start, "epochs") == [] for start in (killed, again, done))
     first = ""
     if item(killed, "epochs") != every[: inputs["killed_in"] + 1]:
         first = "with an empty folder, some epochs were not trained, or trained twice"
@@ -417,7 +422,7 @@ def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         resumed = "nothing was trained after the kill"
     elif epochs != want:
         resumed = {
-            epochs[0] == 0: "it began with the first epoch again",
+            epochs[0] == 0: "`fit` began to count with its first epoch again: see `initial_epoch`",
             0 < epochs[0] < want[0]: "it repeated an epoch that had been completed",
             epochs[0] > want[0]: "it left out the epoch in which it was killed",
         }.get(True, "it did not stop after the last epoch")
@@ -433,6 +438,9 @@ def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         finished = f"the trained model was expected, not {describe(item(done, 'returned'))}"
     elif not _same_weights(item(done, "weights"), _pair(item(again, "weights"), expected)):
         finished = "the model that it returned is not the trained one"
+    if unseen:  # nothing is known of what was trained
+        first = "no epoch was seen: `fit` ran without the given callbacks, or did not run"
+        resumed = state = finished = "not judged: see the first property"
     return [
         Finding("until the kill, each epoch is trained once", 1, first),
         Finding("after the kill it goes on with the epoch that was interrupted", 2, resumed),
@@ -526,6 +534,42 @@ def train(make_model, x, y, epochs, folder, callbacks):
             3,
         ),
         Wrong(
+            "the given callbacks forgotten",
+            """
+import os
+import keras
+def train(make_model, x, y, epochs, folder, callbacks):
+    done = max((int(name[5:-6]) for name in os.listdir(folder)), default=0)
+    path = os.path.join(folder, "ckpt-{epoch}.keras")
+    model = keras.models.load_model(path.format(epoch=done)) if done else make_model()
+    save = keras.callbacks.ModelCheckpoint(path)
+    model.fit(x, y, epochs=epochs, initial_epoch=done, shuffle=False, verbose=0, callbacks=[save])
+    return model
+""",
+            0,
+        ),
+        Wrong(
+            "as many epochs as are left, counted from 0",
+            """
+import os
+import keras
+class Save(keras.callbacks.Callback):
+    def __init__(self, folder, done):
+        super().__init__()
+        self.folder, self.done = folder, done
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.save(os.path.join(self.folder, f"ckpt-{self.done + epoch + 1}.keras"))
+def train(make_model, x, y, epochs, folder, callbacks):
+    done = max((int(name[5:-6]) for name in os.listdir(folder)), default=0)
+    path = os.path.join(folder, f"ckpt-{done}.keras")
+    model = keras.models.load_model(path) if done else make_model()
+    model.fit(x, y, epochs=epochs - done, shuffle=False, verbose=0,
+              callbacks=[*callbacks, Save(folder, done)])
+    return model
+""",
+            4,
+        ),
+        Wrong(
             "BackupAndRestore, which forgets a run that is done",
             """
 import os
@@ -556,7 +600,9 @@ def _newest_inputs(seed: int) -> list:
     return [
         {"about": "number", "good": mixed, "torn": [], "touched": None},
         {"about": "torn", "good": [2, 9, top], "torn": [top + 1, top + 2], "touched": None},
+        {"about": "torn", "good": [3, top], "torn": [top + 2], "touched": None, "inside": True},
         {"about": "time", "good": [4, top, top + 1], "torn": [], "touched": 4},
+        {"about": "others", "good": [5, top], "torn": [], "touched": None},
         {"about": "none", "good": [], "torn": [1, 2], "touched": None},
         {"about": "none", "good": [], "torn": [], "touched": None},
     ]
@@ -565,13 +611,23 @@ def _newest_inputs(seed: int) -> list:
 def _newest_run(student, inputs: list) -> dict:
     """Let the student choose in folders of real checkpoints; say what was loaded, and how often."""
     import os
+    import shutil
     import tempfile
+    import zipfile
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras
     import numpy as np
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+
+    def tear_inside(path):
+        """The end is whole, the list of what is in the file is not: a BadZipFile, no ValueError."""
+        with zipfile.ZipFile(path) as archive:
+            begin = archive.start_dir
+        with open(path, "r+b") as file:
+            file.seek(begin)
+            file.write(bytes(40))
 
     def write(folder, epoch, torn):
         model.set_weights([np.full([1, 1], float(epoch))])
@@ -586,8 +642,14 @@ def _newest_run(student, inputs: list) -> dict:
         for number, case in enumerate(inputs):
             folder = os.path.join(place, str(number))
             os.mkdir(folder)
+            inside = case.get("inside", False)
             for epoch in [*case["good"], *case["torn"]]:
-                write(folder, epoch, epoch in case["torn"])
+                path = write(folder, epoch, epoch in case["torn"] and not inside)
+                if inside and epoch in case["torn"]:
+                    tear_inside(path)
+            if case["about"] == "others":  # whole files of another name, as other programs leave
+                for name in ("ckpt-99.keras.part", "best-ckpt-98.keras"):
+                    shutil.copy(path, os.path.join(folder, name))
             with open(os.path.join(folder, "notes.txt"), "w") as file:
                 file.write("learning rate 0.001")
             if case["touched"]:
@@ -634,18 +696,20 @@ def _newest_run(student, inputs: list) -> dict:
 
 
 def _newest_expected(inputs: list) -> list:
-    """The largest number among the whole files, and how many files lie above it."""
+    """The largest number among the whole files, and which files have to be tried for it."""
     wanted = []
     for case in inputs:
         best = max(case["good"], default=None)
-        above = sum(best is None or epoch > best for epoch in case["torn"])
-        wanted.append({"epoch": best, "loads": above + (best is not None)})
+        tried = [epoch for epoch in case["torn"] if best is None or epoch > best]
+        tried += [] if best is None else [best]
+        wanted.append({"epoch": best, "loads": sorted(f"ckpt-{epoch}.keras" for epoch in tried)})
     return wanted
 
 
 _NEWEST = {
     "number": ("the newest epoch is found, among ten and more", 1),
-    "torn": ("torn files are passed over, to the newest that loads", 2),
+    "torn": ("torn files are passed over, wherever they are torn", 1),
+    "others": ("files of another name are left alone", 1),
     "time": ("the time of a file does not decide", 1),
     "none": ("None is returned where nothing loads", 1),
     "frugal": ("no file is loaded that need not be", 1),
@@ -662,10 +726,10 @@ def _newest_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         why[case["about"]] = why[case["about"]] or problem
         right = right and not problem
         loads = item(answer, "loads")
-        if not is_list(loads, want["loads"]):
-            number_of = len(loads) if is_list(loads) else 0
+        if not is_list(loads) or sorted(map(str, loads)) != want["loads"]:
+            number_of, enough = len(loads) if is_list(loads) else 0, len(want["loads"])
             why["frugal"] = why["frugal"] or (
-                f"{count(number_of, 'load')} where {count(want['loads'], 'was', 'were')} enough"
+                f"{count(number_of, 'load')} where {count(enough, 'was', 'were')} enough"
             )
     if not right:
         why["frugal"] = "not judged until the right files are found"
@@ -745,7 +809,7 @@ def newest(folder, load):
             """
 import os
 def newest(folder, load):
-    names = [name for name in os.listdir(folder) if name.endswith(".keras")]
+    names = [n for n in os.listdir(folder) if n.startswith("ckpt-") and n.endswith(".keras")]
     for epoch in sorted((int(name[5:-6]) for name in names), reverse=True):
         try:
             return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
@@ -759,7 +823,8 @@ def newest(folder, load):
             """
 import os
 def newest(folder, load):
-    names, found = [name for name in os.listdir(folder) if name.endswith(".keras")], None
+    names, found = os.listdir(folder), None
+    names = [n for n in names if n.startswith("ckpt-") and n.endswith(".keras")]
     for epoch in sorted(int(name[5:-6]) for name in names):
         try:
             found = epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
@@ -768,6 +833,48 @@ def newest(folder, load):
     return found
 """,
             6,
+        ),
+        Wrong(
+            "takes names that only begin like a checkpoint's",
+            """
+import os, re
+def newest(folder, load):
+    found = [re.match(r"ckpt-(\\d+)\\.keras", name) for name in os.listdir(folder)]
+    for epoch in sorted((int(m[1]) for m in found if m), reverse=True):
+        try:
+            return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
+        except Exception as error:
+            print(epoch, error)
+""",
+            6,
+        ),
+        Wrong(
+            "takes names that contain a checkpoint's",
+            """
+import os, re
+def newest(folder, load):
+    found = [re.search(r"ckpt-(\\d+)\\.keras$", name) for name in os.listdir(folder)]
+    for epoch in sorted((int(m[1]) for m in found if m), reverse=True):
+        try:
+            return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
+        except Exception as error:
+            print(epoch, error)
+""",
+            6,
+        ),
+        Wrong(
+            "catches three kinds of error",
+            """
+import os, re
+def newest(folder, load):
+    found = [re.fullmatch(r"ckpt-(\\d+)\\.keras", name) for name in os.listdir(folder)]
+    for epoch in sorted((int(m[1]) for m in found if m), reverse=True):
+        try:
+            return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
+        except (OSError, ValueError, KeyError) as error:
+            print(epoch, error)
+""",
+            5,
         ),
         Wrong(
             "the newest number, torn or not",
