@@ -168,15 +168,16 @@ print(launch(too_late, 2, framework="tensorflow")[1])
 
 # %%
 BATCH, STEPS = 64, 10  # the batch is the global one
+IMAGES, LABELS = (part[: BATCH * STEPS] for part in mnist()[0])
+LABELS = LABELS.astype("int64")
 
 
 def digits():
     """A data set of ten global batches."""
-    images, labels = (part[: BATCH * STEPS] for part in mnist()[0])
-    images = images.reshape(len(images), -1) / 255
+    images = IMAGES.reshape(len(IMAGES), -1) / 255
     by_data = tf.data.Options()
     by_data.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    dataset = tf.data.Dataset.from_tensor_slices((images, labels.astype("int64")))
+    dataset = tf.data.Dataset.from_tensor_slices((images, LABELS))
     return dataset.batch(BATCH).with_options(by_data)
 
 
@@ -213,8 +214,11 @@ def train(strategy):
 
 
 def together_and_alone():
-    together = train(join_cluster())
-    return together, train(tf.distribute.get_strategy())  # the default one: a single replica
+    strategy = join_cluster()
+    together = train(strategy)
+    if strategy.cluster_resolver.task_id == 0:
+        return together, train(tf.distribute.get_strategy())  # the default one: a single replica
+    return together, None
 
 
 (first, alone), (second, _) = launch(together_and_alone, 2, framework="tensorflow")
@@ -305,9 +309,8 @@ for number, policy in enumerate(policies):
 
 
 # %%
-one_file = write_files(range(8))
 try:
-    launch(under, 2, [POLICY.AUTO], one_file, framework="tensorflow", timeout=60)
+    launch(under, 2, [POLICY.AUTO], write_files(range(8)), framework="tensorflow", timeout=60)
 except RankError as error:
     print(
         f"worker {error.rank}, {error.type_name}:", re.search("Could not.*?workers", str(error))[0]
@@ -315,10 +318,11 @@ except RankError as error:
     print("meanwhile", next(iter(error.others.values())).split(",")[0])
 else:
     raise AssertionError("one file was shared by two workers")
-print("DATA instead:", launch(under, 2, [POLICY.DATA], one_file, framework="tensorflow"))
 
 # %% [markdown]
 # Each worker looks for files of its own. The one that finds none says so. The other waits for it, because before each step the workers ask each other whether anybody has data left. Under `launch` the first error ends both. Started by hand, worker 1 waits as long as the process of worker 0 is there (in a notebook that shows its error, for instance), and its log stays empty. When that process ends, worker 1 fails too, but its error speaks of a closed connection, not of files. So read the logs of *all* workers.
+#
+# *Mend:* DATA, which deals out samples and does not look at files, or more files.
 #
 # ## What the second worker brings
 #
@@ -332,7 +336,7 @@ print("DATA instead:", launch(under, 2, [POLICY.DATA], one_file, framework="tens
 # **Predict.** Which model gains more from the second worker? At which end of the batch sizes would you expect it to gain least?
 
 # %%
-BATCHES, ROUNDS = [8, 32, 128], 5
+BATCHES, ROUNDS = [8, 32, 128], 4
 
 
 def make_model(kind):
@@ -370,8 +374,7 @@ def race(both, kind):
     """Seconds of each step, and the bytes of the gradients."""
     default = tf.distribute.get_strategy()
     chief = both.cluster_resolver.task_id == 0
-    images, labels = (part[: BATCHES[-1]] for part in mnist()[0])
-    images, labels = tf.constant(images[..., None] / 255, "float32"), tf.constant(labels, "int64")
+    images, labels = tf.constant(IMAGES[..., None] / 255, "float32"), tf.constant(LABELS)
     (one, size), (two, _) = make_step(kind, default), make_step(kind, both)
     all_here = tf.function(
         lambda: both.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", 1.0))
@@ -522,11 +525,11 @@ def old_way():
 
 def new_way():
     options = tf.distribute.experimental.CommunicationOptions(implementation=RING)
-    return f"{join_cluster(communication_options=options).num_replicas_in_sync} replicas"
+    return type(join_cluster(communication_options=options)).__name__
 
 
-print("then:", launch(old_way, 2, framework="tensorflow")[0])
-print("now:", launch(new_way, 2, framework="tensorflow")[0])
+print("then:", launch(old_way, 1, framework="tensorflow")[0])
+print("now:", launch(new_way, 1, framework="tensorflow")[0])
 
 # %% [markdown]
 # ## All call save, one file stays
@@ -539,8 +542,7 @@ print("now:", launch(new_way, 2, framework="tensorflow")[0])
 # %%
 # NBVAL_CHECK_OUTPUT
 def saves():
-    limit = tf.distribute.experimental.CommunicationOptions(timeout_seconds=2)  # each all-reduce
-    strategy = join_cluster(communication_options=limit)
+    strategy = join_cluster()
     me = strategy.cluster_resolver.task_id
     own = scratch if me == 0 else tempfile.mkdtemp(dir=scratch)  # to be thrown away
     with strategy.scope():
@@ -559,31 +561,21 @@ def saves():
         sums = [strategy.run(lambda: context().all_reduce("sum", hundred)) for _ in range(3)]
         return f"gets {[float(each) for each in sums]}"
 
-    def chief_fails():
-        try:
-            return save(seen)
-        except tf.errors.DeadlineExceededError as error:
-            return type(error).__name__
-
-    def nothing():
-        return "does nothing"
-
     return [
-        save(weight) if me == 0 else nothing(),
+        save(weight) if me == 0 else "does nothing",
         save(seen),
         save(seen) if me == 0 else go_on(),
-        chief_fails() if me == 0 else nothing(),
     ]
 
 
 chief, other = launch(saves, 2, framework="tensorflow")
-cases = ["mirrored, by the chief", "on-read, by all", "on-read, by the chief", "the same"]
+cases = ["mirrored, by the chief", "on-read, by all", "on-read, by the chief"]
 for case, ours, theirs in zip(cases, chief, other, strict=True):
     print(f"{case:22}  chief: {ours}; worker 1: {theirs}")
-assert chief[1:3] == ["saved 6.0", "saved 103.0"] and chief[3].startswith("Deadline")
+assert chief[1:] == ["saved 6.0", "saved 103.0"]
 
 # %% [markdown]
-# No error, and both are wrong. All-reduces are matched by their order, not by what they are for: the chief's read met the other's next sum, and 3 + 100 went to both, into the checkpoint and into the training. (One `write` reads three times, hence the three.) When worker 1 joins nothing, the chief waits; `timeout_seconds` ended that, which [is not set](https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions) unless you do. With mirrored variables alone the chief may save alone, until the day somebody adds a metric.
+# No error, and both are wrong. All-reduces are matched by their order, not by what they are for: the chief's read met the other's next sum, and 3 + 100 went to both, into the checkpoint and into the training. (One `write` reads three times, hence the three.) Had worker 1 joined nothing, the chief would wait; `timeout_seconds` turns such a wait [into an error](https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions), and is not set unless you do. With mirrored variables alone the chief may save alone, until the day somebody adds a metric.
 #
 # So **all call save, each with a path of its own, and only the chief's is kept**. On real machines the chief's folder is on a disk that all can read, because all restore from it.
 #
