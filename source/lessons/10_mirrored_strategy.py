@@ -3,7 +3,7 @@
 #   course:
 #     rows: [M2, M3, K1, K2, K3]
 #     minutes: {read: 25, do: 25}
-#     devices: 2
+#     devices: 1
 #     path: core
 #     extra: tensorflow
 #   jupytext:
@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 from course_utils import plots
 from course_utils.datasets import MNIST_NOTE, DataError, mnist, photo_patches
-from course_utils.devices import census, slots
+from course_utils.devices import census
 from course_utils.timing import compare, speedup_table
 
 tf.get_logger().setLevel(
@@ -61,7 +61,6 @@ plots.use_style()
 
 # %%
 print(census())
-assert len(slots(2, framework="tensorflow")) == 2, "this lesson runs on two devices"
 
 gpus = tf.config.list_physical_devices("GPU")
 for gpu in gpus:
