@@ -26,7 +26,7 @@
 # | **You should know** | [lesson 13, Parameter servers](../notebooks/13_parameter_server.ipynb) |
 # | **Runs on** | every machine, in plain Python: schedules and sizes are lists of numbers |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. `hint("13-staleness")` is a nudge, `level=2` the way, `level=3` nearly the code.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. `hint("13-staleness")` is a nudge, `level=2` the way, `level=3` most of the code.
 
 # %%
 from course_utils.grading import check, hint
@@ -95,7 +95,7 @@ print("400 + 1 + 1 on one, 300 + 200 + 1 on the other; fullest:", 501)
 def shards(rows, row_bytes, servers, least):
     """The number of rows of each piece of one table."""
     ### BEGIN SOLUTION
-    needed = -(-least // row_bytes)  # rows that make `least` bytes, rounded up
+    needed = max(1, -(-least // row_bytes))  # rows that make `least` bytes, rounded up
     number = max(1, min(servers, rows, rows // needed))
     whole, rest = divmod(rows, number)
     return [whole + (piece < rest) for piece in range(number)]
@@ -128,7 +128,7 @@ check("13-partition")
 #
 # `simulate(rate, curvature, delay, steps, start)` returns the list of all weights, `start` and one more after each step.
 #
-# `largest_rate(curvature, delay)` returns the largest rate with which the weights do not grow without end, correct to 2 %. Find it with your `simulate`: a rate that is too large makes the weights swing wider and wider. Near the limit they do so slowly: a few steps show nothing yet. Far above it they grow until Python can hold them no more, and become `inf` or `nan`; every comparison with `nan` is False. Delays go up to 8. The check gives you a few seconds.
+# `largest_rate(curvature, delay)` returns the largest rate with which the weights do not grow without end, correct to 1 %. Find it with your `simulate`: a rate that is too large makes the weights swing wider and wider. Near the limit they do so slowly: a few steps show nothing yet. Look at the largest weight of many steps, not at the last one, which may swing past 0. Far above the limit they grow until Python can hold them no more, and become `inf` or `nan`; every comparison with `nan` is False. Delays go up to 8. The check gives you a few seconds.
 #
 # To compare: these are the first weights for rate 0.5, curvature 1 and delay 1, written out by hand.
 
@@ -154,10 +154,10 @@ def simulate(rate, curvature, delay, steps, start):
 
 
 def largest_rate(curvature, delay):
-    """The largest rate with which the weights do not grow without end, to 2 %."""
+    """The largest rate with which the weights do not grow without end, to 1 %."""
     ### BEGIN SOLUTION
     low, high = 0.0, 4.0 / curvature
-    for _ in range(12):
+    for _ in range(15):
         rate = (low + high) / 2
         sizes = [abs(w) for w in simulate(rate, curvature, delay, 4000, 1.0)]
         if max(sizes[-200:]) <= max(sizes[:200]):  # not so for a weight that is no number
