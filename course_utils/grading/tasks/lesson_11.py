@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
+import random as chance  # np.random in `run` is another
 from typing import Any
 
-from ..task import Finding, Task, Wrong, close, count, describe, is_list, is_number, item
+from ..task import Finding, Task, Wrong, close, describe, is_list, is_number, item
+from ..task import count as counted  # itertools.count in `run` is another
 
 # --- 11-pipeline ------------------------------------------------------------------------
 
@@ -15,7 +16,7 @@ from ..task import Finding, Task, Wrong, close, count, describe, is_list, is_num
 
 
 def _pipeline_inputs(seed: int) -> dict:
-    rng = random.Random(seed)
+    rng = chance.Random(seed)
     local, replicas = rng.choice([2, 3, 4]), rng.choice([2, 3])
     whole = 12 * local * replicas // 2
     return {"pictures": whole + rng.randint(1, local), "local": local, "replicas": replicas}
@@ -154,13 +155,14 @@ def _pipeline_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         wanted = {"local": inputs["local"], "replicas": inputs["replicas"]}
         why["size"] = (
             f"with {wanted['local']} for each of {wanted['replicas']} replicas, "
-            f"your first batch has {count(len(epochs[0][0]), 'picture')}"
+            f"your first batch has {counted(len(epochs[0][0]), 'picture')}"
         )
     stamps = [{row[0]: row[1] for row in epoch} for epoch in flat]
-    if any(later.get(p, s) != s for later in stamps[1:] for p, s in stamps[0].items()):
+    if any(stamp.get(p, s) != s for stamp in stamps for p, s in stamps[-1].items()):
         why["decoded"] = "in the second epoch the files are decoded again"
     augmented = [row[2] for epoch in flat for row in epoch]
-    if len(set(augmented)) < len(augmented):
+    calls_seen = range(100 * len(augmented))  # a stamp is the number of a call
+    if len(set(augmented)) < len(augmented) or not all(n in calls_seen for n in augmented):
         why["augmented"] = "a later epoch brings back the same augmented picture"
     why["order"] = _order_why(epochs, flat, inputs)
     calls = item(got, "calls")
@@ -314,7 +316,7 @@ def pipeline(files, decode, augment, number, local, replicas):
 
 
 def _resume_inputs(seed: int) -> dict:
-    rng = random.Random(seed)
+    rng = chance.Random(seed)
     # The kill comes after ten saved epochs, so that names and numbers sort otherwise.
     data = [round(rng.uniform(-1, 1), 3) for _ in range(rng.randint(34, 60))]
     return {"epochs": 11, "killed_in": 10, "data": data}
@@ -418,7 +420,7 @@ def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     epochs = item(again, "epochs")
     want = every[inputs["killed_in"] :]
     resumed = ""
-    if not is_list(epochs) or not epochs:
+    if not is_list(epochs) or not epochs or any(type(number) is not int for number in epochs):
         resumed = "nothing was trained after the kill"
     elif epochs != want:
         resumed = {
@@ -592,7 +594,7 @@ def train(make_model, x, y, epochs, folder, callbacks):
 
 
 def _newest_inputs(seed: int) -> list:
-    rng = random.Random(seed)
+    rng = chance.Random(seed)
     top = rng.randint(10, 13)
     mixed = [2, 9, rng.randint(3, 8)]
     rng.shuffle(mixed)
@@ -729,7 +731,7 @@ def _newest_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         if not is_list(loads) or sorted(map(str, loads)) != want["loads"]:
             number_of, enough = len(loads) if is_list(loads) else 0, len(want["loads"])
             why["frugal"] = why["frugal"] or (
-                f"{count(number_of, 'load')} where {count(enough, 'was', 'were')} enough"
+                f"{counted(number_of, 'load')} where {counted(enough, 'was', 'were')} enough"
             )
     if not right:
         why["frugal"] = "not judged until the right files are found"
@@ -739,7 +741,7 @@ def _newest_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
 
 
 def _newest_why(case: dict, want: dict, answer: Any) -> str:
-    words = f"with {count(len(case['good']), 'whole file')} and {len(case['torn'])} torn"
+    words = f"with {counted(len(case['good']), 'whole file')} and {len(case['torn'])} torn"
     error = item(answer, "error")
     if type(error) is str:
         return f"{words}, it failed with {error}"
