@@ -3,7 +3,7 @@
 #   course:
 #     rows: [M2, M3, K1, K2, K3]
 #     minutes: {read: 25, do: 25}
-#     devices: 1
+#     devices: 2
 #     path: core
 #     extra: tensorflow
 #   jupytext:
@@ -25,14 +25,15 @@
 # |---|---|
 # | **Time** | 25 minutes to read, 25 to do; the exercise comes on top |
 # | **You should know** | logical devices ([lesson 01](01_device_placement.ipynb)); speed-up ([lesson 02](02_two_devices_one_sum.ipynb)); not needed, but related: the all-reduce ([lesson 04](04_ddp_from_scratch.ipynb)) |
-# | **You will** | look inside a mirrored variable · share out a global batch · choose a strategy for any machine · train a CNN and the Keras guide's MNIST model · scale a loss · hold two replicas against one device · understand a crash of `fit` · time two logical devices against one |
-# | **Runs on** | no GPU, or one: logical CPU devices · two GPUs or more: the GPUs, in TensorFlow's GPU environment (the multi-GPU path was not run by the authors) |
+# | **You will** | look inside a mirrored variable · share out a global batch · choose a strategy for any machine · train a CNN and the Keras guide's MNIST model · scale a loss · hold two replicas against one device · understand a crash of `fit` · time two logical devices, and two processes, against one |
+# | **Runs on** | no GPU, or one: logical CPU devices, and two processes on pinned cores · two GPUs or more: the GPUs, in TensorFlow's GPU environment (the multi-GPU path was not run by the authors) |
 # | **Last verified** | Python 3.11, TensorFlow 2.21.0, Keras 3.15.1 |
 
 # %%
 import os
 import re
 import sys
+import time
 import warnings
 
 # TensorFlow's notices would hide what the lesson prints. Four lines remain all the same: they
@@ -48,12 +49,12 @@ from tqdm import tqdm
 
 from course_utils import plots
 from course_utils.datasets import MNIST_NOTE, DataError, mnist, photo_patches
-from course_utils.devices import census
-from course_utils.timing import compare, speedup_table
+from course_utils.devices import census, slots
+from course_utils.launch import launch
+from course_utils.timing import Timing, compare, speedup_table
 
-tf.get_logger().setLevel(
-    "ERROR"
-)  # each strategy would say that CPUs have no NCCL, NVIDIA's library for messages between GPUs
+# Each strategy would say that CPUs have no NCCL, NVIDIA's library for messages between GPUs.
+tf.get_logger().setLevel("ERROR")
 plots.use_style()
 
 # %% [markdown]
@@ -61,6 +62,7 @@ plots.use_style()
 
 # %%
 print(census())
+assert len(slots(2, framework="tensorflow")) == 2, "this lesson runs on two devices"
 
 gpus = tf.config.list_physical_devices("GPU")
 for gpu in gpus:
@@ -288,7 +290,12 @@ def cnn():
 keras.utils.set_random_seed(0)
 with strategy.scope():
     model = cnn()
-    model.compile(keras.optimizers.Adam(1e-4), "binary_crossentropy", metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.Adam(1e-4),
+        "binary_crossentropy",
+        metrics=["accuracy"],
+        jit_compile=False,  # to compile the step takes longer than the few steps below
+    )
 
 parameters, products = {}, {}
 for layer in model.layers:
@@ -646,20 +653,63 @@ def make_step(strategy, x, y, size):
     return lambda: step(x, y).numpy()
 
 
-(x, y), _ = mnist()
-SIZE = 128
-x, y = tf.constant(x[:SIZE, :, :, None] / 255, tf.float32), tf.constant(y[:SIZE], tf.int32)
-data = tf.data.Dataset.from_tensors((x, y)).unbatch().batch(SIZE)
+def some_digits(first, last):
+    (x, y), _ = mnist()
+    x = tf.constant(x[first:last, :, :, None] / 255, tf.float32)
+    return x, tf.constant(y[first:last], tf.int32)
+
+
+SIZE, ROUNDS = 128, 5
+data = tf.data.Dataset.from_tensors(some_digits(0, SIZE)).unbatch().batch(SIZE)
 shared = next(iter(strategy.experimental_distribute_dataset(data)))
 timings = compare(
-    {"one": make_step(default, x, y, SIZE), "two": make_step(strategy, *shared, SIZE)}, repeat=5
+    {
+        "one": make_step(default, *some_digits(0, SIZE), SIZE),
+        "two": make_step(strategy, *shared, SIZE),
+    },
+    repeat=ROUNDS,
 )
 print(speedup_table([("two replicas", timings["one"], timings["two"], 2)]))
 
 # %% [markdown]
 # (A speed-up is formed within each round, and the median of those is shown; it need not be the ratio of the two medians beside it.)
 #
-# A logical device is a name. It has no core of its own: the operations of both replicas wait for the same thread pool. One replica may already use that pool, so nothing is promised; what the second gains or loses depends on how many threads the first leaves idle. Logical devices are right for learning, and for testing a program before it meets two GPUs. For a speed-up each replica needs a device of its own. Without a GPU that is a process pinned to a core: `MultiWorkerMirroredStrategy`, the same idea across processes, is measured in [lesson 12](12_multi_worker.ipynb). With two GPUs `MirroredStrategy` drives both from one process.
+# A logical device is a name. It has no core of its own: the operations of both replicas wait for the same thread pool. One replica may already use that pool, so nothing is promised; what the second gains or loses depends on how many threads the first leaves idle. Logical devices are right for learning, and for testing a program before it meets two GPUs.
+#
+# For a speed-up each replica needs a device of its own. Without a GPU that is a process pinned to a core. `MultiWorkerMirroredStrategy` is the same idea across processes. Here is the same step: by worker 0 alone with the whole batch, then by both with half each.
+
+
+# %%
+def worker():
+    """Runs in two processes, each on a core of its own."""
+    both, alone = tf.distribute.MultiWorkerMirroredStrategy(), tf.distribute.get_strategy()
+    me, half = both.cluster_resolver.task_id, SIZE // 2
+    one = make_step(alone, *some_digits(0, SIZE), SIZE)
+    two = make_step(both, *some_digits(me * half, (me + 1) * half), SIZE)
+    context = tf.distribute.get_replica_context
+    meet = tf.function(lambda: both.run(lambda: context().all_reduce("sum", tf.constant(1.0))))
+    seconds = {"one": [], "two": []}
+    for turn in range(ROUNDS + 1):  # the first round warms up
+        for way in ["one", "two"] if turn % 2 else ["two", "one"]:
+            meet().numpy()  # both start at the same moment
+            start = time.perf_counter()
+            if way == "two":
+                two()
+            elif me == 0:  # worker 1 waits at the next meeting
+                one()
+            seconds[way].append(time.perf_counter() - start)
+    return [Timing(tuple(runs[1:])) for runs in seconds.values()]
+
+
+processes, _ = launch(worker, 2, framework="tensorflow")
+rows = [
+    ("two logical devices", timings["one"], timings["two"], 2),
+    ("two processes on cores", *processes, 2),
+]
+print(speedup_table(rows))
+
+# %% [markdown]
+# Each row has its own "one": the whole process with all its threads above, one pinned core below. What the second core brings to how much computing, and where messages eat it up, is measured in [lesson 12](12_multi_worker.ipynb). With two GPUs `MirroredStrategy` drives both from one process.
 #
 # ## Then → now
 #
