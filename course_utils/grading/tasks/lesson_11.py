@@ -436,7 +436,7 @@ def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     finished = ""
     if item(done, "epochs") != []:
         finished = "all epochs were done, and yet it trained"
-    elif not is_list(item(done, "weights")):
+    elif not is_list(item(done, "weights")) or type(item(done, "updates")) is not int:
         finished = f"the trained model was expected, not {describe(item(done, 'returned'))}"
     elif not _same_weights(item(done, "weights"), _pair(item(again, "weights"), expected)):
         finished = "the model that it returned is not the trained one"
