@@ -436,10 +436,12 @@ def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     finished = ""
     if item(done, "epochs") != []:
         finished = "all epochs were done, and yet it trained"
-    elif not is_list(item(done, "weights")) or type(item(done, "updates")) is not int:
+    elif not is_list(item(done, "weights")):
         finished = f"the trained model was expected, not {describe(item(done, 'returned'))}"
     elif not _same_weights(item(done, "weights"), _pair(item(again, "weights"), expected)):
         finished = "the model that it returned is not the trained one"
+    elif not state and item(done, "updates") != expected["updates"]:
+        finished = "the model that it returned has lost its optimizer's count of updates"
     if unseen:  # nothing is known of what was trained
         first = "no epoch was seen: `fit` ran without the given callbacks, or did not run"
         resumed = state = finished = "not judged: see the first property"
