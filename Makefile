@@ -45,7 +45,7 @@ lab: setup  ## JupyterLab on your own copies of the lessons, under work/
 reset: setup  ## make reset 02: fresh copies of lesson 02; yours are kept beside them
 	@$(PY) tools/learner.py reset $(NN)
 
-test: setup  ## every test, every notebook (about 6 minutes)
+test: setup  ## every test, every notebook (about 20 minutes)
 	@$(PY) -m pytest $(ARGS)
 
 check: setup  ## for authors, under a minute: lint, built = source, fast tests

@@ -246,12 +246,16 @@ hint("00-practice", level=1)
 # | 07 | [An experiment, done again](07_autoencoder_experiment.ipynb) | run, log, time and export an experiment that others can trust |
 # | 08 | [Model and pipeline parallelism](08_model_and_pipeline_parallel.ipynb) | cut one model over two devices, between and inside its layers |
 # | 09 | [Sharded training](09_sharded_training.ipynb) | keep only a part of the model on each rank |
+# | 10 | [MirroredStrategy](10_mirrored_strategy.ipynb) | train one Keras model on two replicas, and prove that they equal one |
+# | 11 | [Input and checkpoints](11_input_and_checkpoints.ipynb) | keep the devices fed, and go on after a crash where the run was |
+# | 12 | [Many workers](12_multi_worker.ipynb) | run one TensorFlow program in several processes, here or on a cluster |
+# | 13 | [Parameter servers](13_parameter_server.ipynb) | measure what it gains not to wait, and what it costs |
 # | 14 | [Where memory goes](14_where_memory_goes.ipynb) | predict the bytes of a training step by kind, and weigh them |
 # | 15 | [Out of memory](15_out_of_memory.ipynb) | find what holds the memory, and mend it |
 # | 16 | [Batch size](16_batch_size.ipynb) | find the largest batch that fits, and lose no sample when it does not |
 # | 17 | [Precision and recomputation](17_precision_and_recompute.ipynb) | train in less memory: 16 bits, recomputation, a frozen backbone |
 #
-# Between them comes TensorFlow (10 to 13: its strategies). Lessons appear in this table as they are written. 05 to 09 need 04; those on memory (14 to 17) need only 00.
+# 01 and 02 use both PyTorch and TensorFlow, 03 to 09 PyTorch, 10 to 13 TensorFlow. Lessons appear in this table as they are written. 05 to 09 need 04; 10 needs 01; those on memory (14 to 17) need only 00.
 #
 # ## Recap
 #

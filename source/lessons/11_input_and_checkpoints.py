@@ -75,7 +75,7 @@ tf.config.threading.set_intra_op_parallelism_threads(1)
 # %% [markdown]
 # Two logical CPU devices, as in lesson 10: they stand for two devices where only the counting matters. Where processes matter, `launch` starts real ones.
 #
-# # Part 1: the input pipeline
+# ## Part 1: the input pipeline
 #
 # An **input pipeline** makes batches of files: it reads, decodes, changes at random (**augmentation**), shuffles, batches. In `tf.data` each step is a method that takes a data set and returns a new one. Nothing is computed until somebody iterates.
 #
@@ -451,7 +451,7 @@ else:
 # - **DATA, shuffled** is the trap. Each worker shuffles in an order of its own and then takes every second element of *its* order. Some records come twice, others never. The [documentation](https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutoShardPolicy) says that the order must be the same on all workers: give `shuffle` a seed, or shard before you shuffle.
 # - **AUTO** takes FILE where the data set reads record files, and DATA for anything else, such as a list. It does **not** go back to DATA when there are too few files.
 #
-# # Part 2: go on after a kill
+# ## Part 2: go on after a kill
 #
 # Long trainings are killed: memory runs out, a machine is needed elsewhere, a power plug is pulled. A **checkpoint** is a file from which training can go on. The [Keras guide](https://keras.io/guides/distributed_training_with_tensorflow/) saves one in every epoch with `ModelCheckpoint`, and at the start loads the newest one in the folder. It says that calling the same function again resumes where it left off. Test it.
 #

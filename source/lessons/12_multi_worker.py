@@ -427,7 +427,7 @@ ax.set_xscale("log", base=2)
 ax.set_xticks(BATCHES, BATCHES)
 ax.minorticks_off()
 ax.set(xlabel="global batch (samples)", ylabel="samples/s, two workers ÷ one")
-ax.set_ylim(0, max(2.3, 1.05 * max(gain.high for gain in gains.values())))
+ax.set_ylim(0, max(2.8, 1.3 * max(gain.high for gain in gains.values())))
 ranges = {}
 for kind in raced:
     medians = [gains[kind, batch].median for batch in BATCHES]
@@ -436,7 +436,7 @@ ax.set_title(
     f"Two workers are {ranges['wide']} times as fast as one with the wide model,\n"
     f"{ranges['convolutional']} times with the convolutional one"
 )
-ax.legend()
+ax.legend(loc="upper left", ncols=2)
 plots.show(
     fig,
     name="what-the-second-worker-brings",

@@ -397,7 +397,7 @@ assert difference < 1e-5 < moved
 # Back to the question of the four numbers, now with real messages. One number $w$ lives on the server, the gradient is $w$ itself, and before each push the worker computes for a while, as in training. With $k$ threads of the chief, each waiting for its own update before it schedules the next one, exactly $k$ updates are under way. Here $k$ is 2 and 3; for 1 the cell above has shown it: staleness 0. Three workers, one server, one chief: five processes on two cores, **oversubscribed**.
 
 # %%
-CLUSTER_RATES, UPDATES = [0.6, 0.9, 1.5], 24
+CLUSTER_RATES, UPDATES = [0.6, 0.9, 1.5], 18
 
 
 def some_work(products):
@@ -581,7 +581,7 @@ def train_together(rate, steps):
 # **Predict.** Suppose that messages cost nothing, and that the straggler works at half speed. Which share of its throughput with equal workers does the synchronous run keep, and which the asynchronous one?
 
 # %%
-RATE, IMAGES_TOTAL = 0.06, 64 * BATCH
+RATE, IMAGES_TOTAL = 0.06, 36 * BATCH
 
 
 def run_asynchronous(slow):
