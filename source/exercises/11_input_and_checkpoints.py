@@ -93,7 +93,7 @@ check("11-pipeline")
 # Write `train(make_model, x, y, epochs, folder, callbacks)`. It trains until `epochs` epochs are done **in all**, and returns the model.
 #
 # - After every epoch it saves into `folder`.
-# - The process may be killed at any moment, and `train` is then called again with the same arguments. It goes on with the epoch that was interrupted, with the weights and the optimizer's state from the end of the one before.
+# - The process may be killed at any moment but that of a save, and `train` is then called again with the same arguments. It goes on with the epoch that was interrupted, with the weights and the optimizer's state from the end of the one before.
 # - When all epochs are done already, it trains nothing and returns the model.
 #
 # `make_model()` returns a compiled model. Call `fit` with `shuffle=False`, so that the check can compare, with `verbose=0`, and with the given `callbacks` among yours: by them the check sees which epochs run, and kills you. The check trains more than ten epochs.

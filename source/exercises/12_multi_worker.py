@@ -104,7 +104,7 @@ check("12-tf-config")
 #
 # - `checkpoint.write(path)` writes files whose names begin with `path`. It waits until all tasks have called it, so each must call it once.
 # - The chief's checkpoint is `ckpt-<step>` in `folder`, which exists. Nothing else may lie there afterwards.
-# - No two tasks may write to the same path, and of the others nothing is left when `save` returns, in no folder.
+# - No two tasks may write to the same path, and of the others nothing is left in any folder when `save` returns.
 # - `config` is TF_CONFIG, parsed: a dict with `cluster` and `task`. The chief is the task of the job `chief`, if the cluster has such a job; otherwise worker 0.
 
 

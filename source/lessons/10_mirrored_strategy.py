@@ -58,7 +58,7 @@ tf.get_logger().setLevel("ERROR")
 plots.use_style()
 
 # %% [markdown]
-# Your machine has one physical CPU, whatever the number of its cores. The next cell splits it into eight logical devices, as in lesson 01. Two are enough for this lesson; eight are for the first question below.
+# TensorFlow sees one physical CPU, whatever the number of its cores. The next cell splits it into eight logical devices, as in lesson 01. Two are enough for this lesson; eight are for the first question below.
 
 # %%
 print(census())
@@ -205,7 +205,7 @@ print("reading the moving mean gives replica 0's:", np.array_equal(moving_mean.n
 assert not np.array_equal(first, second)
 
 # %% [markdown]
-# Weights and optimizer are mirrored, and equal. The sum in the metric is a **sync-on-read** variable: each replica adds for itself, and whoever reads it gets the sum of all copies. That is intended.
+# Weights and optimizer are mirrored, and equal. The sum in the metric is a **sync-on-read** variable: each replica adds for itself, and the copies are put together only when somebody reads it. That is intended.
 #
 # BatchNorm's moving mean is a mirrored variable whose copies differ. Each replica normalises and averages its own share, and no message is sent. So replica 1 evaluates with other statistics than replica 0, and you read those of replica 0. With BatchNorm, then, two replicas do not compute what one device computes; a test below shows it. [`BatchNormalization(synchronized=True)`](https://keras.io/api/layers/normalization_layers/batch_normalization/) shares the statistics in every step.
 #
@@ -290,12 +290,7 @@ def cnn():
 keras.utils.set_random_seed(0)
 with strategy.scope():
     model = cnn()
-    model.compile(
-        keras.optimizers.Adam(1e-4),
-        "binary_crossentropy",
-        metrics=["accuracy"],
-        jit_compile=False,  # to compile the step takes longer than the few steps below
-    )
+    model.compile(keras.optimizers.Adam(1e-4), "binary_crossentropy", metrics=["accuracy"])
 
 parameters, products = {}, {}
 for layer in model.layers:
@@ -356,7 +351,7 @@ for ax, what, guessing in zip(axes, ["loss", "accuracy"], [np.log(2), 0.5], stri
 axes[1].set_ylim(0, 1)
 fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
 last = f"validation accuracy {history['val_accuracy'][-1]:.2f}"
-fig.suptitle(f"Training curves of {EPOCHS * STEPS} steps: at the end, {last}")
+fig.suptitle(f"{EPOCHS * STEPS} steps run on both replicas, and are too few to judge the model")
 plots.show(
     fig,
     name="training-curves",
@@ -369,7 +364,7 @@ plots.show(
 #
 # ### "The model must be compiled inside the block"
 #
-# The post calls this most important. The Keras guide says: create the variables inside the scope, and better call `fit` there too. The test: a small model and its `compile`, which makes the optimizer's variables, each inside or outside (four cases); a fifth where all is inside but the optimizer, which was made before. `fit` always stands outside.
+# The post calls this most important. The Keras guide says: create the variables inside the scope, and better call `fit` there too. The test: a small model and its `compile`, each inside or outside (four cases); a fifth where all is inside but the optimizer, which was made before. An optimizer makes its first variables (the count of steps, the learning rate) when it is made, the others in the first step. `fit` always stands outside.
 #
 # **Predict.** Keras does not mix variables that belong to different strategies. Which of the five fail? Which of the others use both devices?
 
@@ -686,8 +681,14 @@ def worker():
     me, half = both.cluster_resolver.task_id, SIZE // 2
     one = make_step(alone, *some_digits(0, SIZE), SIZE)
     two = make_step(both, *some_digits(me * half, (me + 1) * half), SIZE)
-    context = tf.distribute.get_replica_context
-    meet = tf.function(lambda: both.run(lambda: context().all_reduce("sum", tf.constant(1.0))))
+
+    def one_number():
+        return tf.distribute.get_replica_context().all_reduce("sum", tf.constant(1.0))
+
+    @tf.function
+    def meet():
+        return both.run(one_number)
+
     seconds = {"one": [], "two": []}
     for turn in range(ROUNDS + 1):  # the first round warms up
         for way in ["one", "two"] if turn % 2 else ["two", "one"]:
@@ -713,7 +714,7 @@ print(speedup_table(rows))
 #
 # ## Then → now
 #
-# The first four lines are of older programs. Today: `learning_rate=`, a schedule in place of `decay=`, `keras.optimizers.Adam` in place of `legacy`, and a strategy's scope in place of `multi_gpu_model`.
+# The first lines of the cell are calls of older programs. Today: `learning_rate=`, a schedule in place of `decay=`, `keras.optimizers.Adam` in place of `legacy`, and a strategy's scope in place of `multi_gpu_model`.
 
 
 # %% then="Adam(lr=1e-4), Adam(decay=1e-6), keras.utils.multi_gpu_model, tf.keras.optimizers.legacy.Adam" now="Adam(learning_rate=number or schedule) in MirroredStrategy.scope()" since="Keras 3; multi_gpu_model: TensorFlow 2.4"

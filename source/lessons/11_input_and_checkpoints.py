@@ -29,7 +29,7 @@
 # | **Runs on** | no GPU, or one: this process, and two pinned cores · two GPUs or more: the same; TensorFlow sees them in its GPU environment (`make lab-tf-gpu`), and the multi-GPU path was not run by the authors |
 # | **Last verified** | Python 3.11, TensorFlow 2.21.0, Keras 3.15.1 |
 #
-# If you have not done [lesson 10](10_mirrored_strategy.ipynb), two reminders: a **replica** is a copy of the model on one device, and each step feeds every replica its part of the **global batch**; a **mirrored variable** has one copy on each device, and all copies stay equal.
+# If you have not done [lesson 10](10_mirrored_strategy.ipynb), two reminders: a **replica** is a copy of the model on one device, and each step feeds every replica its part of the **global batch**; a **mirrored variable** has one copy on each device; the copies of the weights stay equal.
 
 # %%
 import json
@@ -111,7 +111,7 @@ for name, data in orders.items():
 #
 # ## Real work: JPEG files
 #
-# Now real photographs: patches of 300 × 300 pixels, written as JPEG files, in the order of the patches. The task is the one of lesson 10: was this picture turned upside down? The pipeline turns half of them itself and so knows the label.
+# Now real photographs: patches of 300 × 300 pixels, written as JPEG files, in the order of the patches. The task is much like that of lesson 10: was this picture turned upside down? The pipeline turns half of them itself and so knows the label.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -272,7 +272,7 @@ print("The longer side, one thing at a time:", longer)
 #
 # - **Prefetch** belongs last. Then input and training can overlap, and at best the longer side decides instead of the sum. In front of the maps it prepares names of files, which is no work.
 # - **Parallel maps** help as far as there are free cores. Here training takes one of them. Where input and training share cores, a training step takes longer than alone: compare the last column. That is **contention**; on a GPU the training would leave the cores to the input.
-# - **A cache** saves the decoding from the second pass on. Where the training is the longer side, a faster input changes little. *Cache after augment* does least of all, and it is wrong: you will see why below.
+# - **A cache** saves the decoding from the second pass on. Where the training is the longer side, a faster input changes little. *Cache after augment* has the least to do, and is wrong: you will see why below.
 #
 # All of this needs a free core. Where the rounds of two lines overlap, the table has not decided between them. (The orders run as they are written: without `as_written`, TensorFlow [rewrites a pipeline](https://www.tensorflow.org/api_docs/python/tf/data/experimental/OptimizationOptions), and among other things may add a prefetch at the end.)
 #
@@ -310,7 +310,7 @@ for name, ms in best_ms.items():
     print(f"{name:22}{ms:6.0f} ms, a training step is at work in {trains:3.0f} % of it")
 
 # %% [markdown]
-# In the serial order the rows take turns: while the device trains nothing is decoded, and while pictures are made the device waits. With prefetch last, pictures are made *while* it trains. Overlapping bars of one row are parallel calls; behind a cache a row is empty. A wider green bar is contention, not more training, so judge an order by its time and not by how green it is. (The gap at the start is `tf.data` setting up the pipeline.) If your own training is slow, look for gaps in the row `train` first. No second device helps where the first one waits for its input.
+# In the serial order the rows take turns: while the device trains nothing is decoded, and while pictures are made the device waits. With prefetch last, pictures are made *while* it trains. Overlapping bars of one row are parallel calls; behind a cache a row is empty. A wider green bar is contention or noise, not more training, so judge an order by its time and not by how green it is. (The gaps at the start and in the middle are `tf.data` setting up the pipeline for each of the two passes.) If your own training is slow, look for gaps in the row `train` first. No second device helps where the first one waits for its input.
 #
 # ## Cache before or after the augmentation
 #
@@ -364,7 +364,7 @@ for size in (16, 16 * strategy.num_replicas_in_sync):
 # %% [markdown]
 # ## Sharding: each sample once
 #
-# With several processes each worker has an input pipeline of its own, made by the same code. Who reads what? The **auto-shard policy** of the data set decides: FILE gives out whole files, DATA gives out single elements, OFF gives everything to everybody, and AUTO, the default, chooses between FILE and DATA. To see them you need two real workers, and records that can be counted: three files with eight records each, and every record is its own number. Each worker counts what it *decodes* and lists what it *trains on*.
+# With several processes each worker has an input pipeline of its own, made by the same code. Who reads what? The **auto-shard policy** of the data set decides: FILE gives out whole files, with DATA every worker reads all elements and drops those of the others, OFF gives everything to everybody, and AUTO, the default, chooses between FILE and DATA. To see them you need two real workers, and records that can be counted: three files with eight records each, and every record is its own number. Each worker counts what it *decodes* and lists what it *trains on*.
 #
 # The program is the same on both workers, and `TF_CONFIG` tells each who it is. `launch` sets it, because of `roles=`. From a shell that is `TF_CONFIG='{"cluster": {"worker": ["host1:12345", "host2:12345"]}, "task": {"type": "worker", "index": 0}}' python train.py`, with index 1 on the other machine.
 #
@@ -449,7 +449,7 @@ else:
 # - **DATA** lets every worker decode everything and throw away what is the other's: each sample once, the decoding twice.
 # - **OFF**: each sample counts twice in an epoch, unless you shard by hand. `shard` first, then shuffle and decode only your own: each sample once, the decoding once.
 # - **DATA, shuffled** is the trap. Each worker shuffles in an order of its own and then takes every second element of *its* order. Some records come twice, others never. The [documentation](https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutoShardPolicy) says that the order must be the same on all workers: give `shuffle` a seed, or shard before you shuffle.
-# - **AUTO** takes FILE where the data set reads record files, and DATA for anything else, such as a list. It does **not** go back to DATA when there are too few files.
+# - **AUTO** takes FILE where the data set reads record files, and DATA for anything else, such as a list. It does **not** go back to DATA when there are too few files, as you saw, although TensorFlow's page says so.
 #
 # ## Part 2: go on after a kill
 #
@@ -467,7 +467,6 @@ def digits_model(noisy=False):
     stack += [keras.layers.Dropout(0.3)] if noisy else []
     model = keras.Sequential([*stack, keras.layers.Dense(10)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # jit_compile=False: to compile for speed takes longer here than to train.
     model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=loss, jit_compile=False)
     return model
 
@@ -593,7 +592,7 @@ left.plot(whole["epochs"], whole["losses"], linewidth=6, alpha=0.4, label="witho
 left.plot(back["epochs"], back["losses"], linewidth=3, label="BackupAndRestore")
 left.plot([2 + e for e in guide["epochs"]], guide["losses"], "--", label="the guide's way")
 left.axvline(2.5, color="black", linestyle=":", marker="")
-left.text(2.6, whole["losses"][0], "killed", va="top")
+left.text(2.6, 1.0, "killed", va="top")
 left.set(xlabel="epochs that the weights have seen", ylabel="training loss", xticks=range(1, 8))
 left.set_title("plain: all losses", fontsize=11)
 gaps = {}
@@ -784,7 +783,7 @@ for path, loss in keep.losses.items():
 assert left == {best.name, "ckpt-5.keras", "ckpt-6.keras"}
 
 # %% [markdown]
-# `ModelCheckpoint(save_best_only=True)` knows the best loss only within one run: after a restart it takes the first epoch for the best and [overwrites a better file](https://github.com/keras-team/keras/issues/17012), unless you pass it the best loss so far as [`initial_value_threshold`](https://keras.io/api/callbacks/model_checkpoint/). So does this callback; keep the losses on the disk too if you resume. (Against a power cut, also `fsync` the file before the rename. `course_utils.checkpoint` does, for PyTorch.)
+# `ModelCheckpoint(save_best_only=True)` knows the best loss only within one run: after a restart it takes the first epoch for the best and [overwrites a better file](https://github.com/keras-team/keras/issues/17012), unless you pass it the best loss so far as [`initial_value_threshold`](https://keras.io/api/callbacks/model_checkpoint/). This callback forgets the best one too; keep the losses on the disk if you resume. (Against a power cut, also `fsync` the file before the rename. `course_utils.checkpoint` does, for PyTorch.)
 #
 # ## Three forms of checkpoint
 #
@@ -794,7 +793,7 @@ assert left == {best.name, "ckpt-5.keras", "ckpt-6.keras"}
 # | `.weights.h5` | `model.save_weights` | weights, and the optimizer of a compiled model; you bring the code |
 # | `tf.train.Checkpoint` | `checkpoint.write` | whatever you name: model, optimizer, counters, the position in a data set |
 #
-# A checkpoint of a strategy is no different: of a mirrored variable one copy is saved, since all are equal. Here a model of two replicas is saved in all three forms, and one device loads.
+# A checkpoint of a strategy is no different: of a mirrored variable one copy is saved, the first replica's. Here a model of two replicas is saved in all three forms, and one device loads.
 
 # %%
 # NBVAL_CHECK_OUTPUT

@@ -74,7 +74,7 @@ assert len(slots(2)) == 2, "this lesson runs on two devices"
 #
 # Here are four weights, and the gradient points from the target to the weights. With a learning rate of 1, one push of one worker lands exactly on the target.
 #
-# **Predict.** Two workers pull, then both push. What are the weights in the end?
+# **Predict.** The weights start at 0, the target is `[1, 2, 3, 4]`. Two workers pull, then both push. What are the weights in the end?
 
 
 # %%
@@ -143,7 +143,7 @@ for workers in range(1, 6):
 #
 # ## A cluster of real processes
 #
-# `tf.distribute.ParameterServerStrategy` needs three kinds of tasks: workers, parameter servers (`ps`), and one **chief**, which coordinates. Workers and servers only serve: they call `tf.distribute.Server(...).join()` and do what the chief asks. All of *your* program runs in the chief. There a **ClusterCoordinator** keeps a queue: `schedule(step)` puts a step into it and returns at once, a worker that is free takes it, and `join()` waits until the queue is empty.
+# `tf.distribute.ParameterServerStrategy` needs three kinds of tasks: workers, parameter servers (`ps`), and one **chief**, which coordinates. Workers and servers only serve: they call `tf.distribute.Server(...).join()` and do what the chief asks. All of *your* program runs in the chief. There a **ClusterCoordinator** keeps a queue: `schedule(step)` puts a step into it and returns at once, a worker that is free takes it, and `join()` waits until every step is done.
 #
 # From a shell you would start the same script once for every task:
 #
@@ -152,7 +152,7 @@ for workers in range(1, 6):
 #             "task": {"type": "worker", "index": 0}}' python train.py
 # ```
 #
-# `launch` starts these processes here, and each worker gets a core of its own. Server and chief share all cores with them. They are idle most of the time, but not always: with four processes on two cores, times mean less than on a real cluster.
+# `launch` starts these processes here, and while there are no more workers than cores, each gets a core of its own. Server and chief share all cores with them. They are idle most of the time, but not always: with four processes on two cores, times mean less than on a real cluster.
 
 # %%
 CORES = sorted(set().union(*(place.cpus for place in slots(2))))
@@ -441,7 +441,7 @@ def rates_on_cluster(resolver):
         return float(np.mean([stale for stale, _ in found])), abs(float(w.numpy()))
 
     run(3, tf.constant(0.0))  # every worker compiles the step
-    pairs = itertools.product((2, 3), CLUSTER_RATES)
+    pairs = [(1, CLUSTER_RATES[-1]), *itertools.product((2, 3), CLUSTER_RATES)]
     return [(n, rate, *run(n, tf.constant(rate))) for n, rate in pairs]
 
 
@@ -470,7 +470,7 @@ ax.set_title(
     f"The staler the gradients, the smaller the rate:\n"
     f"{agree} of {len(on_cluster)} runs on the cluster agree with the simulation"
 )
-ax.legend(loc="upper right")
+ax.legend(loc="upper right", frameon=True)
 plots.show(
     fig,
     name="rate-against-staleness",
@@ -652,11 +652,14 @@ axes[1][1].set_xlabel("seconds")
 axes[1][2].set_xlabel("images trained on")
 axes[0][1].legend()
 winner = {m: max(WAYS, key=lambda w: speed[m, w]) for m in MACHINES}
-sooner = {m: min(WAYS, key=lambda w: reached(curves[m, w])[0]) for m in MACHINES}
+sooner = {}
+for m in MACHINES:  # a curve that wobbles decides nothing by a hair
+    first, second = sorted(WAYS, key=lambda w: reached(curves[m, w])[0])
+    clear = reached(curves[m, second])[0] > 1.2 * reached(curves[m, first])[0]
+    sooner[m] = first if clear else "not decided"
 fig.suptitle(
     f"With the straggler synchronous training keeps {kept['synchronous']:.0%} of its throughput, "
-    f"asynchronous {kept['asynchronous']:.0%}.\n"
-    f"First at test loss {goal:.2f} with the straggler: {sooner['a straggler']}"
+    f"asynchronous {kept['asynchronous']:.0%}"
 )
 plots.show(
     fig,
@@ -770,7 +773,7 @@ trace, killed, by_name, scheduled, counted, saved, error, seconds = report
 
 # %%
 # NBVAL_CHECK_OUTPUT
-print("names that did steps: 2 workers, and the second life of one:", len(by_name))
+print("lives that did steps (two workers, one of them twice):", len(by_name))
 print("every scheduled step was done:", sum(by_name) == scheduled)
 print("the server counted at least as many:", counted >= scheduled)
 assert len(by_name) == 3 and sum(by_name) == scheduled <= counted
@@ -782,14 +785,14 @@ fig, ax = plt.subplots()
 ax.plot(when, number, marker="", label="updates on the server")
 ax.axvline(killed, color=plots.COLOURS[1], linestyle="--", label="worker 1 is killed")
 ax.set(xlabel="seconds since the first step was scheduled", ylabel="updates")
-after = int(number[-1] - number[when <= killed][-1])
-ax.set_title(f"Worker 1 is killed, and {after} updates follow")
+after = int(number[-1] - np.interp(killed, when, number))
+ax.set_title(f"Worker 1 is killed, and about {after} updates follow")
 ax.legend()
 plots.show(
     fig,
     name="a-worker-dies",
     alt="Updates on the server against time, with a mark where worker 1 was killed. The line goes "
-    f"on rising after it, by {after} updates.",
+    f"on rising after it, by about {after} updates.",
 )
 
 # %% [markdown]
@@ -797,7 +800,7 @@ plots.show(
 #
 # ## Broken 2: a server dies
 #
-# Right after that the cell above killed the server, and started it again on the same address.
+# Right after that, the program of Broken 1 killed the server, and started it again on the same address.
 
 # %%
 print(f"the chief's join() raised {error}, {seconds:.1f} s after the server was killed")
@@ -853,7 +856,7 @@ for given, said in fit_said.items():
 assert len(fit_said) == 2, "fit works again: mend this section"
 
 # %% [markdown]
-# The way out is the custom loop that you have seen, or the old Keras: with `TF_USE_LEGACY_KERAS=1`, set before TensorFlow is imported, tf-keras' `fit` works ([lesson 12](12_multi_worker.ipynb) shows it in a process of its own).
+# The way out is the custom loop that you have seen, or perhaps the old Keras, with `TF_USE_LEGACY_KERAS=1`: [lesson 12](12_multi_worker.ipynb) shows `fit` of tf-keras with another strategy; with this one we have not tried it.
 #
 # ## Where parameter servers live today
 #
