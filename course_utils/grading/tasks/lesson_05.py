@@ -669,6 +669,8 @@ def _accumulate_inputs(seed: int) -> list:
 
 def _accumulate_run(student, inputs: list) -> list:
     """Real ranks accumulate; write down each one's gradient, passes and DDP's messages."""
+    import time
+
     from course_utils.launch import LaunchTimeout, RankError, launch
 
     accumulate = student.accumulate
@@ -712,7 +714,7 @@ def _accumulate_run(student, inputs: list) -> list:
             "events": events,
         }
 
-    answers, talkative, stuck = [], False, ""
+    answers, talkative, stuck, deadline = [], False, "", 15
     for case in inputs:
         if stuck:
             answers.append(stuck)
@@ -724,7 +726,10 @@ def _accumulate_run(student, inputs: list) -> list:
                     "a message a micro-batch: ranks with fewer would keep others waiting"
                 )
                 continue
-            answers.append(launch(gradients, len(sizes), case, timeout=15))
+            begun = time.monotonic()
+            answers.append(launch(gradients, len(sizes), case, timeout=deadline))
+            # Thirty times what the last case took: a slow machine, or a GPU, gets all 15 s.
+            deadline = min(15, max(6, 30 * (time.monotonic() - begun)))
             talkative = talkative or any(of_rank["messages"] > 1 for of_rank in answers[-1])
         except LaunchTimeout:
             stuck = "the ranks waited for each other until the deadline"
