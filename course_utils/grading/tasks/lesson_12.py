@@ -112,6 +112,16 @@ def _config_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     return [Finding(text, points, why[key]) for key, (text, points) in texts.items()]
 
 
+_TF_CONFIG = """
+import json
+def tf_config(hosts, per_host, jobs, port, rank):
+    tasks = [(job, i) for job, n in jobs.items() for i in range(n)]
+    cluster = {job: [] for job in jobs}
+    for r, (job, _) in enumerate(tasks):
+        cluster[job].append(f"{hosts[r // per_host]}:{port + r % per_host}")
+    job, index = tasks[rank]
+    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+"""
 TF_CONFIG = Task(
     id="12-tf-config",
     title="TF_CONFIG of any cluster",
@@ -135,86 +145,24 @@ TF_CONFIG = Task(
     wrong=(
         Wrong(
             "the rank as index, whatever the job",
-            """
-import json
-def tf_config(hosts, per_host, jobs, port, rank):
-    tasks = [(job, i) for job, n in jobs.items() for i in range(n)]
-    cluster = {job: [] for job in jobs}
-    for r, (job, _) in enumerate(tasks):
-        cluster[job].append(f"{hosts[r // per_host]}:{port + r % per_host}")
-    return json.dumps({"cluster": cluster, "task": {"type": tasks[rank][0], "index": rank}})
-""",
+            _TF_CONFIG.replace('"index": index', '"index": rank'),
             4,
         ),
         Wrong(
             "a job chief in every cluster",
-            """
-import json
-def tf_config(hosts, per_host, jobs, port, rank):
-    tasks = [(job, i) for job, n in jobs.items() for i in range(n)]
-    cluster = {"chief": [], **{job: [] for job in jobs}}
-    for r, (job, _) in enumerate(tasks):
-        cluster[job].append(f"{hosts[r // per_host]}:{port + r % per_host}")
-    job, index = tasks[rank]
-    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-""",
+            _TF_CONFIG.replace("{job: []", '{"chief": []} | {job: []'),
             4,
         ),
-        Wrong(
-            "the rank in the port",
-            """
-import json
-def tf_config(hosts, per_host, jobs, port, rank):
-    tasks = [(job, i) for job, n in jobs.items() for i in range(n)]
-    cluster = {job: [] for job in jobs}
-    for r, (job, _) in enumerate(tasks):
-        cluster[job].append(f"{hosts[r // per_host]}:{port + r}")
-    job, index = tasks[rank]
-    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-""",
-            3,
-        ),
-        Wrong(
-            "one port for all",
-            """
-import json
-def tf_config(hosts, per_host, jobs, port, rank):
-    tasks = [(job, i) for job, n in jobs.items() for i in range(n)]
-    cluster = {job: [] for job in jobs}
-    for r, (job, _) in enumerate(tasks):
-        cluster[job].append(f"{hosts[r // per_host]}:{port}")
-    job, index = tasks[rank]
-    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-""",
-            3,
-        ),
+        Wrong("the rank in the port", _TF_CONFIG.replace("port + r % per_host", "port + r"), 3),
+        Wrong("one port for all", _TF_CONFIG.replace("port + r % per_host", "port"), 3),
         Wrong(
             "hosts in turn",
-            """
-import json
-def tf_config(hosts, per_host, jobs, port, rank):
-    tasks = [(job, i) for job, n in jobs.items() for i in range(n)]
-    cluster = {job: [] for job in jobs}
-    for r, (job, _) in enumerate(tasks):
-        cluster[job].append(f"{hosts[r % len(hosts)]}:{port + r // len(hosts)}")
-    job, index = tasks[rank]
-    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-""",
+            _TF_CONFIG.replace("r // per_host", "r % len(hosts)").replace(
+                "r % per_host", "r // len(hosts)"
+            ),
             3,
         ),
-        Wrong(
-            "a dict, not a text",
-            """
-def tf_config(hosts, per_host, jobs, port, rank):
-    tasks = [(job, i) for job, n in jobs.items() for i in range(n)]
-    cluster = {job: [] for job in jobs}
-    for r, (job, _) in enumerate(tasks):
-        cluster[job].append(f"{hosts[r // per_host]}:{port + r % per_host}")
-    job, index = tasks[rank]
-    return {"cluster": cluster, "task": {"type": job, "index": index}}
-""",
-            0,
-        ),
+        Wrong("a dict, not a text", _TF_CONFIG.replace("json.dumps", ""), 0),
         Wrong(
             "workers only",
             """
