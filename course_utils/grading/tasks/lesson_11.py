@@ -317,8 +317,9 @@ def pipeline(files, decode, augment, number, local, replicas):
 
 def _resume_inputs(seed: int) -> dict:
     rng = chance.Random(seed)
+    # Two batches of one size: for another size Keras would trace its step once more.
+    data = [round(rng.uniform(-1, 1), 3) for _ in range(64)]
     # The kill comes after ten saved epochs, so that names and numbers sort otherwise.
-    data = [round(rng.uniform(-1, 1), 3) for _ in range(rng.randint(34, 60))]
     return {"epochs": 11, "killed_in": 10, "data": data}
 
 
@@ -761,6 +762,16 @@ def _newest_why(case: dict, want: dict, answer: Any) -> str:
     return ""
 
 
+_BY_NUMBER = """
+import os, re
+def newest(folder, load):
+    found = [re.fullmatch(r"ckpt-(\\d+)\\.keras", name) for name in os.listdir(folder)]
+    for epoch in sorted((int(m[1]) for m in found if m), reverse=True):
+        try:
+            return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
+        except Exception as error:
+            print(epoch, error)
+"""
 NEWEST = Task(
     id="11-newest",
     title="the newest checkpoint that loads",
@@ -810,16 +821,7 @@ def newest(folder, load):
         ),
         Wrong(
             "catches everything, also Ctrl-C",
-            """
-import os
-def newest(folder, load):
-    names = [n for n in os.listdir(folder) if n.startswith("ckpt-") and n.endswith(".keras")]
-    for epoch in sorted((int(name[5:-6]) for name in names), reverse=True):
-        try:
-            return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
-        except:
-            pass
-""",
+            _BY_NUMBER.replace("Exception as error", "BaseException as error"),
             6,
         ),
         Wrong(
@@ -840,44 +842,17 @@ def newest(folder, load):
         ),
         Wrong(
             "takes names that only begin like a checkpoint's",
-            """
-import os, re
-def newest(folder, load):
-    found = [re.match(r"ckpt-(\\d+)\\.keras", name) for name in os.listdir(folder)]
-    for epoch in sorted((int(m[1]) for m in found if m), reverse=True):
-        try:
-            return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
-        except Exception as error:
-            print(epoch, error)
-""",
+            _BY_NUMBER.replace("fullmatch", "match"),
             6,
         ),
         Wrong(
             "takes names that contain a checkpoint's",
-            """
-import os, re
-def newest(folder, load):
-    found = [re.search(r"ckpt-(\\d+)\\.keras$", name) for name in os.listdir(folder)]
-    for epoch in sorted((int(m[1]) for m in found if m), reverse=True):
-        try:
-            return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
-        except Exception as error:
-            print(epoch, error)
-""",
+            _BY_NUMBER.replace("fullmatch", "search").replace('keras", name', 'keras$", name'),
             6,
         ),
         Wrong(
             "catches three kinds of error",
-            """
-import os, re
-def newest(folder, load):
-    found = [re.fullmatch(r"ckpt-(\\d+)\\.keras", name) for name in os.listdir(folder)]
-    for epoch in sorted((int(m[1]) for m in found if m), reverse=True):
-        try:
-            return epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
-        except (OSError, ValueError, KeyError) as error:
-            print(epoch, error)
-""",
+            _BY_NUMBER.replace("Exception", "(OSError, ValueError, KeyError)"),
             5,
         ),
         Wrong(
