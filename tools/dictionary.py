@@ -12,6 +12,7 @@ from pathlib import Path
 import jupytext
 
 from tools.sources import ROOT
+from tools.then_now import compare
 
 LESSON = "12_multi_worker"
 TITLE = "## A dictionary: TensorFlow and PyTorch"
@@ -48,9 +49,4 @@ def page(folder: Path = ROOT) -> str:
 
 def check(folder: Path = ROOT, write: bool = False) -> list[str]:
     """The page is what the lesson gives; with `write`, it becomes so. Raises ValueError."""
-    wanted, path = page(folder), folder / PAGE
-    if write:
-        path.write_text(wanted, encoding="utf-8")
-    elif not path.exists() or path.read_text(encoding="utf-8") != wanted:
-        return [f"{PAGE} is out of step with lesson 12: python tools/checks.py --write"]
-    return []
+    return compare(folder / PAGE, page(folder), write, f"{PAGE} is out of step with lesson 12")

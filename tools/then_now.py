@@ -99,9 +99,13 @@ def page(folder: Path = ROOT) -> str:
 
 def check(folder: Path = ROOT, write: bool = False) -> list[str]:
     """The page is what the cells give; with `write`, it becomes so. Raises SourceError."""
-    wanted, path = page(folder), folder / PAGE
+    return compare(folder / PAGE, page(folder), write, f"{PAGE} is out of step with the lessons")
+
+
+def compare(path: Path, wanted: str, write: bool, problem: str) -> list[str]:
+    """The problem and what to do, if the file is not `wanted`; with `write`, it becomes so."""
     if write:
         path.write_text(wanted, encoding="utf-8")
     elif not path.exists() or path.read_text(encoding="utf-8") != wanted:
-        return [f"{PAGE} is out of step with the lessons: python tools/checks.py --write"]
+        return [f"{problem}: python tools/checks.py --write"]
     return []
