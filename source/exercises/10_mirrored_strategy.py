@@ -84,7 +84,7 @@ check("10-share")
 # Write `batched(dataset, size, replicas)`. `dataset` gives single samples and has a length, `len(dataset)`; `size` is the global batch that you would like, at least `replicas`. Return a data set of batches:
 #
 # - every sample once, in the same order;
-# - no batch larger than `size`, and at most one batch more than are needed with the largest multiple of `replicas` within `size`: 11 samples, size 16 and 2 replicas may give batches of 10 and 1;
+# - no batch larger than `size`, and not many: at most ⌈N / m⌉ + 1, where N is the number of samples, m the largest multiple of `replicas` within `size`, and ⌈ ⌉ rounds up. With 11 samples, size 16 and 2 replicas that is 2: batches of 10 and 1 will do;
 # - the number of samples in the first batch is a multiple of `replicas`;
 # - where the data set has fewer samples than there are replicas, no first batch can divide: raise `ValueError`, and say why.
 #

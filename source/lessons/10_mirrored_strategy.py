@@ -25,7 +25,7 @@
 # |---|---|
 # | **Time** | 25 minutes to read, 25 to do; the exercise comes on top |
 # | **You should know** | logical devices ([lesson 01](01_device_placement.ipynb)); speed-up ([lesson 02](02_two_devices_one_sum.ipynb)); not needed, but related: the all-reduce ([lesson 04](04_ddp_from_scratch.ipynb)) |
-# | **You will** | look inside a mirrored variable · share out a global batch · choose a strategy for any machine · train a CNN and the Keras guide's MNIST model · scale a loss · hold two replicas against one device · understand a crash of `fit` · time two logical devices, and two processes, against one |
+# | **You will** | look inside a mirrored variable · share out a global batch · choose a strategy for any machine · train a CNN and the Keras guide's MNIST model · scale a loss · hold two replicas against one device · understand a crash of `fit` · time two replicas, and two processes, against one |
 # | **Runs on** | no GPU, or one: logical CPU devices, and two processes on pinned cores · two GPUs or more: the GPUs, in TensorFlow's GPU environment (the multi-GPU path was not run by the authors) |
 # | **Last verified** | Python 3.11, TensorFlow 2.21.0, Keras 3.15.1 |
 
@@ -65,8 +65,11 @@ print(census())
 assert len(slots(2, framework="tensorflow")) == 2, "this lesson runs on two devices"
 
 gpus = tf.config.list_physical_devices("GPU")
-for gpu in gpus:
-    tf.config.experimental.set_memory_growth(gpu, True)
+if len(gpus) == 1:  # the two replicas are CPUs then, and must be held against a CPU: hide the GPU
+    tf.config.set_visible_devices([], "GPU")
+else:
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
 
@@ -201,17 +204,20 @@ for name, variable in seen.items():
 
 moving_mean = model.layers[0].moving_mean
 first, second = (copy.numpy() for copy in copies(moving_mean.value))
+total = model.metrics[0].total.value
+added = sum(copy.numpy() for copy in copies(total))
 print("reading the moving mean gives replica 0's:", np.array_equal(moving_mean.numpy(), first))
+print("reading the metric's sum gives both added:", np.isclose(total.numpy(), added))
 assert not np.array_equal(first, second)
 
 # %% [markdown]
-# Weights and optimizer are mirrored, and equal. The sum in the metric is a **sync-on-read** variable: each replica adds for itself, and the copies are put together only when somebody reads it. That is intended.
+# Weights and optimizer are mirrored, and equal. The sum in the metric is a **sync-on-read** variable: each replica adds for itself, and only reading puts the copies together.
 #
-# BatchNorm's moving mean is a mirrored variable whose copies differ. Each replica normalises and averages its own share, and no message is sent. So replica 1 evaluates with other statistics than replica 0, and you read those of replica 0. With BatchNorm, then, two replicas do not compute what one device computes; a test below shows it. [`BatchNormalization(synchronized=True)`](https://keras.io/api/layers/normalization_layers/batch_normalization/) shares the statistics in every step.
+# BatchNorm's moving mean is a mirrored variable whose copies differ. Each replica normalises and averages its own share, and no message is sent. So replica 1 evaluates with other statistics than replica 0, and you read, and so save, those of replica 0. With BatchNorm, then, two replicas do not compute what one device computes; a test below shows it. [`BatchNormalization(synchronized=True)`](https://keras.io/api/layers/normalization_layers/batch_normalization/) shares the statistics in every step.
 #
 # ## Choose the strategy by what the machine has
 #
-# With two GPUs you want `MirroredStrategy`, otherwise the **default strategy**, which is no strategy: one replica, on the device that TensorFlow prefers. A blog post of about 2022 on TensorFlow's strategies does so too, but its branch for "otherwise" uses `gpus[0]`. The cell tries both versions on made-up lists of devices, because you have only one machine. The lists hold *names*; on a GPU machine they are `[gpu.name for gpu in tf.config.list_logical_devices("GPU")]`.
+# With two GPUs you want `MirroredStrategy`, otherwise the **default strategy**, which is no strategy: one replica, on the device that TensorFlow prefers. A blog post of about 2022 on TensorFlow's strategies does so too, but its branch for "otherwise" uses `gpus[0]`. The cell tries both versions on made-up lists of *names*; on a GPU machine they are `[gpu.name for gpu in tf.config.list_logical_devices("GPU")]`. Why a list at all? `MirroredStrategy()` takes all GPUs that it sees, but without any it takes all *logical CPUs*: in this notebook eight.
 
 
 # %% then="strategy = OneDeviceStrategy(gpus[0])  # when there are fewer than two" now="strategy = tf.distribute.get_strategy()" since="never right: an IndexError on a machine without a GPU"
@@ -234,6 +240,8 @@ for found in [[], DEVICES[:1], DEVICES]:
             said = f"IndexError: {error}"
         print(f"{len(found)} found, {choose.__name__:15} {said}")
     assert choose_strategy(found).num_replicas_in_sync == max(1, len(found))
+# without a list: all GPUs, or all logical CPUs
+assert len(gpus) > 1 or tf.distribute.MirroredStrategy().num_replicas_in_sync == len(EIGHT)
 
 # %% [markdown]
 # Print `num_replicas_in_sync` at the top of your programs. It is the number that says whether the second device is used at all.
@@ -274,7 +282,7 @@ plots.show(
 # %% [markdown]
 # The label is true of every patch, but you cannot see it on each: a piece of sky looks the same from all sides. So no model can reach 100 %.
 #
-# The model is the post's, layer by layer. **Predict.** In which layer are most of its parameters? And do the convolutions or the dense layers multiply more?
+# The model is the post's, layer by layer. **Predict.** Read `cnn()` below, and stop before the output. In which layer are most of its parameters? And do the convolutions or the dense layers multiply more?
 
 
 # %%
@@ -310,11 +318,11 @@ print(
 # %% [markdown]
 # So one layer makes the all-reduce long, and others the computing.
 #
-# The post trains 100 epochs of 100 steps, and validates each on 50. The next cell makes the same call with numbers that suit this machine; put the post's in when yours is faster. `steps_per_epoch` needs a data set that never ends: `repeat()`.
+# The post trains 100 epochs of 100 steps, and validates each on 50. The next cell makes the same call with smaller numbers. `steps_per_epoch` needs a data set that never ends: `repeat()`.
 
 
 # %%
-EPOCHS, STEPS, VALIDATION_STEPS, BATCH = 3, 2, 1, 4  # the batch is global
+EPOCHS, STEPS, VALIDATION_STEPS, BATCH = 3, 2, 2, 2  # the batch is global
 
 
 def pipeline(pictures, labels):
@@ -360,7 +368,7 @@ plots.show(
 )
 
 # %% [markdown]
-# What do these curves show? That the program runs from end to end, on both replicas, and no more. Six steps see 24 patches, and in a validation of 4 patches one changed answer moves the accuracy by 25 percentage points.
+# What do these curves show? That the program runs from end to end, on both replicas, and no more. Six steps see 12 patches, and in a validation of 4 patches one changed answer moves the accuracy by 25 percentage points.
 #
 # ### "The model must be compiled inside the block"
 #
@@ -431,12 +439,12 @@ def guide(data, training, held_back):
     print("  test:    " + ", ".join(f"{name} {value:.3f}" for name, value in test.items()))
 
 
-print(f"devices: {strategy.num_replicas_in_sync}, each gets {shares(strategy, 32)[0]} of 32")
+print(f"Number of devices: {strategy.num_replicas_in_sync}")
 print(MNIST_NOTE)
-guide(mnist(), training=960, held_back=320)
+guide(mnist(), training=640, held_back=192)
 
 # %% [markdown]
-# This shows that the guide's program runs on two replicas. It must not be held against the guide's numbers: 960 images and 60 steps here, 50,000 images and 3,126 steps there. The next cell runs all of MNIST if Keras has it in its cache on your machine: expect some minutes.
+# This shows that the guide's program runs on two replicas. It must not be held against the guide's numbers: 640 images and 40 steps here, 50,000 images and 3,126 steps there. The next cell runs all of MNIST if Keras has it in its cache on your machine: expect some minutes.
 
 # %%
 try:
@@ -479,7 +487,9 @@ for losses in [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0]]:
     data = tf.data.Dataset.from_tensor_slices(losses).batch(size)
     batch = next(iter(strategy.experimental_distribute_dataset(data)))
     for way in WAYS:
-        run = tf.function(lambda each, way=way, n=size: strategy.run(way, args=(each, n)))
+        run = tf.function(
+            lambda each, way=way, n=size: strategy.run(way, (each, n)), autograph=False
+        )
         print(f"    {way.__name__:12} {strategy.reduce('SUM', run(batch), axis=None).numpy():.2f}")
 
 for kind in [keras.optimizers.SGD, keras.optimizers.Adam]:
@@ -524,7 +534,8 @@ def ten_steps(strategy, scale=size_given, between=(), batch=63):
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-    step = tf.function(lambda x, y: strategy.run(on_replica, args=(x, y)))
+    # autograph=False: no `if` or `for` in the step has to be translated
+    step = tf.function(lambda x, y: strategy.run(on_replica, args=(x, y)), autograph=False)
     data = tf.data.Dataset.from_tensor_slices((digits, answers)).batch(batch)
     for x, y in strategy.experimental_distribute_dataset(data):
         step(x, y)
@@ -558,26 +569,35 @@ for name, largest in difference.items():
 #
 # ## Break it: the first batch
 #
-# Now a batch of 63 with Keras' own loops: as the first batch of `fit` and of `evaluate`, and as the last batch of `fit`, after one of 64.
+# Now shares that are not equal, with Keras' own loops: a batch of 63 as the first of `fit` and of `evaluate`; and after a first batch of 64 that crashes nothing, one of 63, or one of a single sample, which leaves replica 1 with an *empty* share.
 #
-# **Predict.** Which of them take shares of 32 and 31?
+# **Predict.** Which of them work? And which of those make the update of one device?
 
 
 # %%
 # NBVAL_CHECK_OUTPUT
-def fit_small(strategy, samples, batch):
-    """Train; return the model, and its weights after each step."""
+def fit_small(strategy, *sizes):
+    """Train on batches of these sizes; return the model, and the weights each of them makes."""
     with strategy.scope():
         model = small()
         model.compile("sgd", "mse")
-    data = np.resize(x, [samples, 4])
-    data[-1] *= 10  # one sample that weighs
-    after = []
-    keep = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: after.append(model.get_weights())
+    start, after = model.get_weights(), []
+
+    def keep(batch, logs):
+        after.append(model.get_weights())
+        model.set_weights(start)  # so that each batch is judged by itself
+
+    rows = np.concatenate([10 * x[:1], x[1:]])  # one sample that weighs
+    rows = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1]))
+    batches = rows.take(sizes[0]).batch(sizes[0])
+    for size in sizes[1:]:
+        batches = batches.concatenate(rows.take(size).batch(size))
+    model.fit(
+        batches,
+        shuffle=False,
+        verbose=0,
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=keep)],
     )
-    options = {"batch_size": batch, "shuffle": False, "verbose": 0, "callbacks": [keep]}
-    model.fit(data, data[:, :1], **options)
     return model, after
 
 
@@ -587,17 +607,19 @@ def average_by_hand():
     strategy.reduce("MEAN", batch, axis=None)
 
 
-(trained, two), (_, one) = fit_small(strategy, 127, 64), fit_small(default, 127, 64)
+SIZES = [64, 63, 1]
+(trained, two), (_, one) = fit_small(strategy, *SIZES), fit_small(default, *SIZES)
 apart = [
     max(np.abs(a - b).max() for a, b in zip(*step, strict=True))
     for step in zip(two, one, strict=True)
 ]
-for size, largest in zip([64, 63], apart, strict=True):
-    print(f"fit, after a batch of {size}, equals one device to 1e-5: {largest < 1e-5}")
-assert apart[0] < 1e-5 < apart[1]
+for size, largest in zip(SIZES, apart, strict=True):
+    given = shares(strategy, size)
+    print(f"fit, batch of {size:2}, shares {given}: equals one device to 1e-5: {largest < 1e-5}")
+assert [largest < 1e-5 for largest in apart] == [True, False, False]
 
 calls = {
-    "fit, first batch 63": lambda: fit_small(strategy, 63, 63),
+    "fit, first batch 63": lambda: fit_small(strategy, 63),
     "evaluate, first batch 63": lambda: trained.evaluate(x[:63], x[:63, :1], 63, verbose=0),
     "averaging 63 by hand": average_by_hand,
 }
@@ -610,18 +632,22 @@ for name, call in calls.items():
         raise AssertionError(f"{name} works: mend this lesson")
 
 # %%
-print("largest difference after 64:", f"{apart[0]:.0e}; after 63 more: {apart[1]:.0e}")
+for size, largest in zip(SIZES, apart, strict=True):
+    print(f"largest difference after a batch of {size:2}: {largest:.0e}")
+start = small().get_weights()[0]
+ratio = (two[-1][0] - start) / (one[-1][0] - start)
+print(f"from a batch of 1 two replicas make {np.median(ratio):.2f} of the step of one device")
 
 # %% [markdown]
-# Here is the cause of the crash. `fit` and `evaluate` first look at one batch to learn its shape. Under a strategy it has two shares, and Keras 3 makes one of them by *averaging the shares number by number* (`_maybe_symbolic_build` in Keras' TensorFlow trainer). The last call does the same by hand. Shares of 32 and 31 cannot be added. Later batches are not looked at, so an odd *last* batch trains. But not as on one device: `fit` divides each replica's own mean by the number of replicas (`scale_loss_for_distribution` in Keras), which is a mean of means.
+# Here is the cause of the crash. `fit` and `evaluate` first look at one batch to learn its shape. Under a strategy it has two shares, and Keras 3 makes one of them by *averaging the shares number by number* (`_maybe_symbolic_build` in Keras' TensorFlow trainer). The last call does the same by hand. Shares of 32 and 31 cannot be added. Later batches are not looked at, so an odd *last* batch trains. But not as on one device: `fit` divides each replica's own mean by the number of replicas (`scale_loss_for_distribution` in Keras), which is a mean of means; the single sample's gradient is halved, since the empty share adds nothing.
 #
 # **Mend:** make the first batch divisible. `batch(size, drop_remainder=True)` with a size that divides cures both, and leaves out the last few samples of an epoch; other ones each time, if you shuffle. For `evaluate`, where each sample counts, the exercise has a better way.
 #
 # ## How fast is it?
 #
-# So far nothing was timed, and for a reason. Here is one training step of a small CNN on 128 digits, on one replica, and on two logical devices that share the batch.
+# So far nothing was timed, and for a reason. Here is one training step of a small CNN on 128 digits, on one replica, and on this lesson's two, which share the batch.
 #
-# **Predict.** Are two faster than one? Think of what a logical device has of its own.
+# **Predict.** Are two logical CPUs faster than one? Think of what such a device has of its own.
 
 
 # %%
@@ -641,7 +667,7 @@ def make_step(strategy, x, y, size):
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x, y):
         return strategy.reduce("SUM", strategy.run(on_replica, args=(x, y)), axis=None)
 
@@ -654,7 +680,7 @@ def some_digits(first, last):
     return x, tf.constant(y[first:last], tf.int32)
 
 
-SIZE, ROUNDS = 128, 5
+SIZE, ROUNDS = 128, 3
 data = tf.data.Dataset.from_tensors(some_digits(0, SIZE)).unbatch().batch(SIZE)
 shared = next(iter(strategy.experimental_distribute_dataset(data)))
 timings = compare(
@@ -676,7 +702,7 @@ print(speedup_table([("two replicas", timings["one"], timings["two"], 2)]))
 
 # %%
 def worker():
-    """Runs in two processes, each on a core of its own."""
+    """Runs in two processes, each on a device of its own."""
     both, alone = tf.distribute.MultiWorkerMirroredStrategy(), tf.distribute.get_strategy()
     me, half = both.cluster_resolver.task_id, SIZE // 2
     one = make_step(alone, *some_digits(0, SIZE), SIZE)
@@ -685,7 +711,7 @@ def worker():
     def one_number():
         return tf.distribute.get_replica_context().all_reduce("sum", tf.constant(1.0))
 
-    @tf.function
+    @tf.function(autograph=False)
     def meet():
         return both.run(one_number)
 
@@ -704,17 +730,17 @@ def worker():
 
 processes, _ = launch(worker, 2, framework="tensorflow")
 rows = [
-    ("two logical devices", timings["one"], timings["two"], 2),
-    ("two processes on cores", *processes, 2),
+    ("two replicas, one process", timings["one"], timings["two"], 2),
+    ("two processes", *processes, 2),
 ]
 print(speedup_table(rows))
 
 # %% [markdown]
-# Each row has its own "one": the whole process with all its threads above, one pinned core below. What the second core brings to how much computing, and where messages eat it up, is measured in [lesson 12](12_multi_worker.ipynb). With two GPUs `MirroredStrategy` drives both from one process.
+# Each row has its own "one". Without GPUs that is the whole process with all its threads above, and one pinned core below. What the second core brings to how much computing, and where messages eat it up, is measured in [lesson 12](12_multi_worker.ipynb). With two GPUs `MirroredStrategy` drives both from one process.
 #
 # ## Then → now
 #
-# The first lines of the cell are calls of older programs. Today: `learning_rate=`, a schedule in place of `decay=`, `keras.optimizers.Adam` in place of `legacy`, and a strategy's scope in place of `multi_gpu_model`.
+# `dead` lists calls of older programs. Today: `learning_rate=`, a schedule in place of `decay=`, `keras.optimizers.Adam` in place of `legacy`, and a strategy's scope in place of `multi_gpu_model`.
 
 
 # %% then="Adam(lr=1e-4), Adam(decay=1e-6), keras.utils.multi_gpu_model, tf.keras.optimizers.legacy.Adam" now="Adam(learning_rate=number or schedule) in MirroredStrategy.scope()" since="Keras 3; multi_gpu_model: TensorFlow 2.4"
