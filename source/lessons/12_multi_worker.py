@@ -89,7 +89,7 @@ for index in range(2):
 #
 # ## The first message
 #
-# `MultiWorkerMirroredStrategy` reads TF_CONFIG, starts a server at its own address, and waits until all others are there. The servers talk **gRPC**, a protocol for calls over a network. (The book of 2016 whose programs lessons 01 and 02 bring up to date named distributed TensorFlow and left it out. Here it is.)
+# `MultiWorkerMirroredStrategy` reads TF_CONFIG, starts a server at its own address, and waits until all others are there. The servers talk **gRPC**, a protocol for calls over a network.
 #
 # **Predict.** Worker 0 brings `[1, 2, 3, 4]`, worker 1 brings `[10, 20, 30, 40]`. What does each hold after the all-reduce? And a guess: each worker draws random weights for two layers, with no seed, one layer inside the strategy's scope and one outside. Which weights are equal?
 
@@ -117,6 +117,7 @@ def first_message():
     with strategy.scope():
         layer = keras.layers.Dense(2)
         layer.build([None, 3])
+        index = tf.Variable(float(me))  # each worker brings its own
     variable = layer.kernel.value
     copies = strategy.experimental_local_results(variable)
     where = [copy.device.split("/device")[0] for copy in copies]
@@ -124,6 +125,7 @@ def first_message():
         "sum": add_up().numpy().astype(int).tolist(),
         "replicas in all": strategy.num_replicas_in_sync,
         "variable": f"{type(variable).__name__}, here on {where}",
+        f"a variable made from {me}": float(index.numpy()),
     }, (layer.kernel.numpy(), outside.kernel.numpy())
 
 
@@ -136,7 +138,7 @@ print("equal random weights, layer outside the scope:", outside)
 assert inside and not outside
 
 # %% [markdown]
-# Two processes, one sum. A **mirrored variable** has one copy on each replica, and each process holds only its own. Each worker draws numbers of its own, as the layer outside shows. A mirrored variable, when it is made, takes the value that the first worker drew: that is sent to all, it is **broadcast**.
+# Two processes, one sum. A **mirrored variable** has one copy on each replica, and each process holds only its own. Each worker draws numbers of its own, as the layer outside shows. A mirrored variable, when it is made, takes the first worker's value, as the one made from 0 and 1 shows: that is sent to all, it is **broadcast**.
 #
 # ## Broken 1: too late
 #
@@ -157,7 +159,7 @@ def too_late():
 print(launch(too_late, 2, framework="tensorflow")[1])
 
 # %% [markdown]
-# *Mend:* make the strategy right after the imports, before data, before a seed is used, before `tf.config.list_logical_devices`.
+# *Mend:* make the strategy right after the imports, before any variable, data set or random number of TensorFlow.
 #
 # ## A training loop
 #
@@ -244,7 +246,7 @@ assert difference < 1e-12 and np.allclose(first[0], alone[0], rtol=1e-12, atol=0
 #
 # `experimental_distribute_dataset` takes a data set that yields *global* batches, and gives each worker its share. The **auto-shard policy** says how:
 #
-# - **OFF**: not at all. Each worker reads everything.
+# - **OFF**: not at all. Each worker reads everything, in steps as large as a piece below.
 # - **DATA**: each global batch is cut into even pieces, and worker 0 takes the first. For that each worker reads everything, and drops what belongs to the others.
 # - **FILE**: each worker opens only some of the files, worker 0 of 2 the files 0, 2, 4, … and in each step it takes as many samples as a piece has.
 # - **AUTO**, the default: FILE if the data set begins with files, otherwise DATA.
@@ -320,7 +322,7 @@ else:
     raise AssertionError("one file was shared by two workers")
 
 # %% [markdown]
-# Each worker looks for files of its own. Worker 0 takes the only file, sees that none is left for the other, and says so. The other waits for it, because before each step the workers ask each other whether anybody has data left. Under `launch` the first error ends both. Started by hand, worker 1 waits as long as the process of worker 0 is there (in a notebook that shows its error, for instance), and its log stays empty. When that process ends, worker 1 fails too, but its error speaks of a closed connection, not of files. So read the logs of *all* workers.
+# Each worker looks for files of its own. Worker 0 takes the only file, sees that none is left for the other, and says so. The other waits for it in the call for its first batch. Under `launch` the first error ends both. Started by hand (our trial, in no cell), worker 1 waited as long as the process of worker 0 was there, and its log stayed empty. When that process ended, worker 1 failed too, but its error spoke of a closed connection, not of files. So read the logs of *all* workers.
 #
 # *Mend:* DATA, which deals out samples and does not look at files, or more files.
 #
@@ -449,12 +451,14 @@ plots.show(
     ),
 )
 best = max(gains, key=lambda pair: gains[pair].median)
-print("the largest gain here: {} model, batch {}".format(*best))
+decided = all(gains[best].low > gain.high for pair, gain in gains.items() if pair != best)
+where = "{} model, batch {}".format(*best) if decided else "not decided, the bars overlap"
+print("the largest gain here:", where)
 
 # %% [markdown]
-# "One" is one worker on one pinned core, without a strategy. Each round gives one ratio; markers are the medians of these ratios, bars their middle half. Where a bar crosses 1 your machine has not decided.
+# "One" is one worker on one pinned core, without a strategy. Each round gives one ratio; markers are the medians of these ratios, bars their middle half, drawn a little beside the batch so that both can be seen. Where a bar crosses 1 your machine has not decided.
 #
-# The wide model sends many bytes for little computing, so it should gain less, and where its line lies below 1 one worker is the better choice. The convolutional model computes much for each byte sent. Both should gain least at the smallest batch. That the *largest* batch gains most does not follow: once sending is a small part, what counts is how fast a core works at a whole and at half a batch. (So more than 2 can be real: half a batch may fit into a core's fast memory when the whole does not.)
+# The wide model sends many bytes for little computing, so it should gain less, and where its line lies below 1 one worker is the better choice. The convolutional model computes much for each byte sent. Both should gain least at the smallest batch. That the *largest* batch gains most does not follow: once sending is a small part, what counts is how fast a core works at a whole and at half a batch. (So more than 2 can be real.)
 #
 # ## How the gradients travel
 #
@@ -541,7 +545,7 @@ assert then[0].startswith("is deprecated") and now.startswith("nothing")
 # %% [markdown]
 # ## All call save, one file stays
 #
-# The replicas are equal, so one file is enough, and two workers that write the same path destroy each other's. So only the chief saves? Some variables are not equal: a **sync-on-read** variable has a different value on each replica, and whoever reads it gets the sum (or mean) over all. Metrics are such. Reading it is an all-reduce, and saving reads.
+# The replicas are equal, so one file is enough, and two workers that write the same path destroy each other's. So only the chief saves? Some variables are not equal: a **sync-on-read** variable has a different value on each replica, and whoever reads it gets the sum (or mean) over all. A metric of Keras is made of such, as the last line below shows. Reading it is an all-reduce, and saving reads.
 #
 # **Predict.** Each worker has counted 3 samples. Only the chief calls `checkpoint.write`. Worker 1 meanwhile goes on to its next all-reduces, to which it brings 100. What does the chief save, and what does worker 1 get?
 
@@ -556,6 +560,7 @@ def saves():
         weight = tf.Variable([1.0, 2.0])  # mirrored
         on_read, add = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
         seen = tf.Variable(0.0, synchronization=on_read, aggregation=add)
+        total = keras.metrics.Mean().variables[0].value
     strategy.run(lambda: seen.assign_add(3.0))
 
     def save(variable):
@@ -572,14 +577,16 @@ def saves():
         save(weight) if me == 0 else "does nothing",
         save(seen),
         save(seen) if me == 0 else go_on(),
+        type(total).__name__,
     ]
 
 
 chief, other = launch(saves, 2, framework="tensorflow")
 cases = ["mirrored, by the chief", "on-read, by all", "on-read, by the chief"]
-for case, ours, theirs in zip(cases, chief, other, strict=True):
+for case, ours, theirs in zip(cases, chief, other, strict=False):
     print(f"{case:22}  chief: {ours}; worker 1: {theirs}")
-assert chief[1:] == ["saved 6.0", "saved 103.0"]
+print("a variable of keras.metrics.Mean:", chief[3])
+assert chief[1:] == ["saved 6.0", "saved 103.0", "SyncOnReadVariable"]
 
 # %% [markdown]
 # No error, and both are wrong. All-reduces are matched by their order, not by what they are for: the chief's read met the other's next sum, and 3 + 100 went to both, into the checkpoint and into the training. (One `write` reads three times, hence the three.) Had worker 1 joined nothing, the chief would wait; `timeout_seconds` turns such a wait [into an error](https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions), and is not set unless you do. With mirrored variables alone the chief may save alone, until the day somebody adds a metric.
@@ -711,11 +718,11 @@ assert (resumed["start"], whole["start"]) == (10, 0) and gap < 1e-6
 # %% [markdown]
 # Two steps were done twice, and nothing else was lost: weights, momentum and position all came from the checkpoint.
 #
-# A frozen process or a pulled cable closes no connection. But the workers also send each other **heartbeats**, and miss those that do not come: with SIGSTOP in place of SIGKILL, which freezes worker 1, worker 0 got an `UnavailableError`, "stopped sending heartbeats", 11 seconds later (one try of ours, in no cell). A worker that lives but waits elsewhere sends heartbeats, so nothing but `timeout_seconds` ends that wait.
+# A frozen process or a pulled cable closes no connection. But the workers also send **heartbeats**, and one that sends none for some time [counts as disconnected](https://github.com/tensorflow/tensorflow/blob/10e7c9d930263b66ad98d7c3389f9a4b9ffc7ac0/third_party/xla/xla/tsl/protobuf/coordination_config.proto): with SIGSTOP in place of SIGKILL, which freezes worker 1, worker 0 got an `UnavailableError`, "stopped sending heartbeats", 11 seconds later (one try of ours, in no cell).
 #
 # ## `fit` with many workers
 #
-# Why was the loop written by hand? Keras 3's `fit` [does not work](https://github.com/keras-team/keras/issues/20585) with this strategy, although TensorFlow's guide still lists it. `fit` of **tf-keras**, the Keras 2 that lives on, does. Which of the two `tf.keras` is, the variable `TF_USE_LEGACY_KERAS` decides when a process first uses `tf.keras`. So set it for the whole program: `TF_USE_LEGACY_KERAS=1 TF_CONFIG=… python fit.py`.
+# Why was the loop written by hand? Keras 3's `fit` [does not work](https://github.com/keras-team/keras/issues/20585) with this strategy, although TensorFlow's [tutorial](https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras) still shows it. `fit` of **tf-keras**, the Keras 2 that lives on, does. Which of the two `tf.keras` is, the variable `TF_USE_LEGACY_KERAS` decides when a process first uses `tf.keras`. So set it for the whole program: `TF_USE_LEGACY_KERAS=1 TF_CONFIG=… python fit.py`.
 
 
 # %%
@@ -735,7 +742,7 @@ def fit_of_keras_3():
     try:
         return fit()
     except ValueError as error:
-        return f"Keras {keras.__version__[0]}: ValueError: {str(error).split(':')[0]}"
+        return f"ValueError: {str(error).split(' (')[0]}"
 
 
 def fit_of_tf_keras():
@@ -758,13 +765,13 @@ assert "ValueError" in then and package == "tf_keras" and first == second
 # What changes when the workers are machines:
 #
 # - **Addresses.** Each machine must be reached by all others under the name in TF_CONFIG. `localhost` means another machine on each.
-# - **Firewalls.** The port of each worker must be open to the others. Where it is not, nobody gets an error: all wait in the strategy's first line.
+# - **Firewalls.** The port of each worker must be open to the others. Until it is, all wait in the strategy's first line.
 # - **One worker a machine** is usual: it takes all GPUs of its machine, each is a replica. With several workers on one machine, each needs a port and `CUDA_VISIBLE_DEVICES` of its own.
-# - **NCCL** carries messages between GPUs; `NCCL_DEBUG=INFO` shows which network it took, `NCCL_SOCKET_IFNAME` chooses one. gRPC still introduces the workers.
+# - **NCCL** carries messages between GPUs; of [its variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) `NCCL_DEBUG=INFO` shows what it chose, and `NCCL_SOCKET_IFNAME` chooses the network.
 # - **Data and checkpoints** lie where all can read them. The code and its versions are the same everywhere.
 # - **Restarts.** One dead worker ends all, so whatever started them must start all again. The Slurm job below does so, up to three times; after an error of the ssh script you do. (When the job's time is over, Slurm ends the script too: submit it again. It goes on from the checkpoint.)
 #
-# Three files do it; take what you need and skip the rest. The first writes TF_CONFIG on each machine, and then becomes the program. The second is a job for **Slurm**, which shares out the machines of many clusters: it asks for the machines, starts the first file on each, and puts itself into the queue again if that fails. The third needs nothing but ssh: it starts the first file on each host, and waits for all.
+# Three files do it; take what you need and skip the rest. The first writes TF_CONFIG on each machine, and then becomes the program. The second is a job for **Slurm**, which shares out the machines of many clusters: it asks for the machines, starts the first file on each, and puts itself into the queue again if that fails. The third needs nothing but ssh: it starts the first file on each host, and waits for all. (Over ssh `python` is the one that the login finds: give the path of your environment's.)
 
 # %%
 WITH_TF_CONFIG = """\
@@ -815,7 +822,7 @@ for name, text in scripts.items():
     (scratch / name).write_text(text)
 
 # %% [markdown]
-# This machine has neither Slurm nor a second machine. So the next cell runs the scripts with stand-ins: an `ssh` that runs its command here, an `srun` that runs it twice, a `scontrol` that says what it was asked. In place of training, the program prints its TF_CONFIG; then it fails.
+# This machine has neither Slurm nor a second machine. So the next cell runs the scripts with stand-ins: a `python` that is the one of this notebook, an `ssh` that runs its command here, an `srun` that runs it twice, a `scontrol` that says what it was asked. In place of training, the program prints its TF_CONFIG; then it fails.
 
 # %%
 # NBVAL_CHECK_OUTPUT
