@@ -1,0 +1,187 @@
+"""What runs inside a grader's sandbox: it executes one task at a time and answers with values.
+
+The grader copies this file, `wire.py` and those parts of `course_utils` that hold no answers
+into the sandbox. Requests come as lines of JSON on the standard input, replies go as lines of
+JSON to the standard output. The grader trusts nothing of it: a reply is data, whoever wrote it,
+and no reply can say how many points it is worth.
+
+Each request runs in a child, forked after the frameworks have been imported and before any of
+the student's code is read. When the child has ended, every process of the sandbox but this one
+is killed, so that nothing of one task is left for the next.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import linecache
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+import types
+
+MAX_REPLY = 4 * 2**20  # bytes of one child's answer
+STUDENT = "your solution cell"
+_PR_SET_DUMPABLE = 4
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    requests, replies = _take_streams()
+    # A student's process, which has the same user, must not look into this one and its pipes.
+    _dumpable(False)
+    try:
+        for name in settings["preload"]:
+            importlib.import_module(name)
+    except BaseException as error:  # the grader has to hear why there is no sandbox
+        _send(replies, {"failed": f"{type(error).__name__}: {error}"[:1000]})
+        raise SystemExit(1) from error
+    _send(replies, {"ready": True})
+    for line in requests:
+        _send(replies, _run_in_child(json.loads(line), settings, (requests, replies)))
+
+
+def _take_streams():
+    """The pipes to the grader, under other numbers than those that print and input use."""
+    requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nothing, standard)
+    return requests, replies
+
+
+def _send(replies, value: dict) -> None:
+    replies.write(json.dumps(value).encode() + b"\n")
+    replies.flush()
+
+
+def _dumpable(yes: bool) -> None:
+    """Whether other processes of the same user may read this one's memory and descriptors."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(yes), 0, 0, 0)
+
+
+def _run_in_child(request: dict, settings: dict, private: tuple) -> dict:
+    """Fork, let the child answer, then kill whatever it has left behind."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            for descriptor in (read_end, *(stream.fileno() for stream in private)):
+                os.close(descriptor)
+            _dumpable(True)  # as any program is; some libraries read their own /proc files
+            for limit, value in settings["limits"].items():
+                resource.setrlimit(getattr(resource, limit), (value, value))
+            _answer(request, write_end)
+        finally:
+            os._exit(0)  # not through the interpreter's end, where a student's hooks wait
+    os.close(write_end)
+    answer, state = _listen(read_end, child)
+    os.close(read_end)
+    _kill_the_rest(child)
+    if state is None:
+        return {"bad_reply": "the answer is longer than 4 MiB"}
+    if os.WIFSIGNALED(state):
+        return {"signal": os.WTERMSIG(state)}
+    return {"reply": answer.decode("utf-8", "replace")}
+
+
+def _listen(pipe: int, child: int) -> tuple[bytes, int | None]:
+    """What the child wrote until its end, and how it ended; None when it wrote too much."""
+    answer, state = bytearray(), None
+    while len(answer) <= MAX_REPLY:
+        # The child's end counts, not the pipe's: a process that it left behind may hold that open.
+        ready, _, _ = select.select([pipe], [], [], 0 if state is not None else 0.02)
+        chunk = os.read(pipe, 1 << 16) if ready else b""
+        answer += chunk
+        if state is not None and not chunk:
+            return bytes(answer), state
+        if state is None and not chunk:
+            ended, code = os.waitpid(child, os.WNOHANG)
+            state = code if ended else None
+            if ready and state is None:  # the child has closed its end, and lives on
+                time.sleep(0.02)
+    return bytes(answer), None
+
+
+def _kill_the_rest(child: int) -> None:
+    """As the first process of a PID namespace: everybody else. Without one: the child's group."""
+    first = os.getpid() == 1
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL) if first else os.killpg(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, 0 if first else os.WNOHANG) != (0, 0):
+            pass
+
+
+def _answer(request: dict, descriptor: int) -> None:
+    """Run the student's cells and the task, and write one line of JSON."""
+    from wire import plain
+
+    try:
+        reply = {"value": plain(_run(request))}
+    except NotImplementedError:
+        reply = {"not_attempted": True}
+    except MemoryError:
+        reply = {"memory": True}
+    except BaseException as error:  # the student's, whatever it is
+        reply = {"error": _excerpt(error)}
+    data = json.dumps(reply).encode() + b"\n"
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _run(request: dict):
+    """The task's `run` with the student's functions; raises whatever their code raises."""
+    # As in the notebook: what is defined in `__main__` is sent to ranks by value.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    names = vars(sys.modules["__main__"])
+    _execute(request["trusted"], "the exercise's own cells", names)
+    *earlier, own = request["cells"]
+    for number, source in enumerate(earlier, 1):
+        # A helper of an earlier task may be used in this one; its faults are not this one's.
+        with contextlib.suppress(Exception):
+            _execute(source, f"solution cell {number}", names)
+    _execute(own, STUDENT, names)
+    missing = [name for name in request["functions"] if not callable(names.get(name))]
+    if missing:
+        raise NameError(f"the solution cell defines no function {missing[0]}")
+    student = types.SimpleNamespace(**{name: names[name] for name in request["functions"]})
+    task = {"__name__": "task"}
+    _execute("from __future__ import annotations\n" + request["run"], "the task", task)
+    return task[request["run_name"]](student, request["inputs"])
+
+
+def _execute(source: str, name: str, names: dict) -> None:
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    exec(compile(source, name, "exec"), names)
+
+
+def _excerpt(error: BaseException) -> str:
+    """The student's line and what it raised, in one line."""
+    kind = type.__dict__["__name__"].__get__(type(error))
+    try:
+        message = f"{kind}: {error}"[:500]
+    except BaseException:  # an exception whose __str__ fails; its type is all there is to say
+        message = kind
+    if isinstance(error, SyntaxError):
+        line = str(error.text or "").strip()[:80]
+        if line[:1] in ("%", "!", "?") or line[-1:] == "?":
+            message = f"{line!r} is a command of notebooks; in a graded cell there is only Python"
+        return f"line {error.lineno}: {message}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == STUDENT]
+    if not frames:
+        return f"raised outside your code: {message}"
+    if isinstance(error, (NameError, ImportError)):
+        message += " (only solution cells are graded: helpers and imports belong into them)"
+    return f"line {frames[-1].lineno} in {frames[-1].name}: {message}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Marks: from a student's notebook to points for each task, and to those of a whole class.
+
+The parent of the sandbox decides: it draws the inputs from a secret seed, computes the expected
+values after the student's process has ended, and compares. What is not proved gets no points.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .sandbox import Answer, Box, Limits, Sandbox
+from .submission import (
+    BadNotebook,
+    Exercise,
+    Submission,
+    exercise_number,
+    load,
+    read_exercise,
+    take,
+)
+from .task import Finding, Task, copy_json
+from .wire import plain
+
+STATUSES = (
+    "ok", "wrong", "not_attempted", "error", "timeout", "memory", "crash", "bad_reply",
+    "bad_notebook", "duplicate_id", "missing_cell",
+)  # fmt: skip
+_PRELOAD = ("torch", "numpy")  # imported before the students' code, where a task uses them
+
+
+@dataclass
+class TaskMark:
+    """One task of one submission. `why`: the first property that failed, or what went wrong."""
+
+    task: str
+    title: str
+    status: str
+    score: float
+    points: float
+    why: str = ""
+    findings: list[dict] = field(default_factory=list)
+
+
+@dataclass
+class Mark:
+    """One submission. `status`: ok, or bad_notebook when nothing of it could be read."""
+
+    student: str
+    file: str
+    exercise: str
+    status: str
+    tasks: list[TaskMark]
+    notes: list[str]
+    seconds: float
+    key: str = ""
+
+    @property
+    def score(self) -> float:
+        return sum(task.score for task in self.tasks)
+
+    @property
+    def points(self) -> float:
+        return sum(task.points for task in self.tasks)
+
+    def as_json(self) -> dict:
+        return {**asdict(self), "score": self.score, "points": self.points}
+
+    @classmethod
+    def from_json(cls, data: dict) -> Mark:
+        tasks = [TaskMark(**task) for task in data["tasks"]]
+        own = {name: data[name] for name in cls.__dataclass_fields__ if name != "tasks"}
+        return cls(tasks=tasks, **own)
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A notebook that a student handed in."""
+
+    student: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a class is graded with.
+
+    secret: text from which all inputs are drawn; extra: further inputs by task id, from outside
+    the repository; a property of an answer holds only if it holds for all of them
+    """
+
+    secret: str
+    limits: Limits = Limits()
+    extra: dict[str, list] = field(default_factory=dict)
+
+    def seed(self, task: Task) -> int:
+        digest = hashlib.sha256(f"{self.secret}\0{task.id}".encode()).digest()
+        return int.from_bytes(digest[:8], "big")
+
+    def inputs(self, task: Task) -> list:
+        """All inputs of a task, each in the form that its `inputs` returns."""
+        return [task.inputs(self.seed(task)), *self.extra.get(task.id, [])]
+
+
+def mark_submission(
+    found: Submission, exercise: Exercise, rules: Rules, box: Box
+) -> list[TaskMark]:
+    """Every task of the exercise, marked one after the other in one sandbox."""
+    marks, cells = [], []
+    for task in exercise.tasks:
+        if task.id in found.problems:
+            status, why = found.problems[task.id]
+            marks.append(_nothing(task, status, why))
+            continue
+        cells.append(found.cells[task.id])  # after those of the earlier tasks
+        marks.append(_mark_task(task, cells, exercise.trusted[task.id], rules, box))
+    return marks
+
+
+def _nothing(task: Task, status: str, why: str) -> TaskMark:
+    return TaskMark(task.id, task.title, status, 0, task.points, why)
+
+
+def _mark_task(task: Task, cells: list[str], trusted: str, rules: Rules, box: Box) -> TaskMark:
+    together: list[Finding] = []
+    for inputs in rules.inputs(task):
+        answer = box.ask(_request(task, cells, trusted, inputs))
+        if answer.status != "replied":
+            return _nothing(task, answer.status, answer.why)
+        together = _both(together, _judge(task, inputs, answer))
+    score = sum(finding.points for finding in together if finding.passed)
+    failed = [finding for finding in together if not finding.passed]
+    why = f"{failed[0].text}: {failed[0].why}" if failed else ""
+    status = "wrong" if failed else "ok"
+    return TaskMark(
+        task.id, task.title, status, score, task.points, why, [asdict(f) for f in together]
+    )
+
+
+def _request(task: Task, cells: list[str], trusted: str, inputs: Any) -> dict:
+    return {
+        "trusted": trusted,
+        "cells": cells,
+        "functions": task.functions,
+        "run": inspect.getsource(task.run),
+        "run_name": task.run.__name__,
+        "inputs": copy_json(inputs),
+    }
+
+
+def _judge(task: Task, inputs: Any, answer: Answer) -> list[Finding]:
+    """The findings; a value that the judge cannot cope with proves nothing."""
+    try:
+        return task.mark(inputs, plain(answer.value))
+    except Exception as error:
+        why = f"the answer could not be judged ({type(error).__name__})"
+        return [Finding("the answer can be judged", task.points, why)]
+
+
+def _both(before: list[Finding], now: list[Finding]) -> list[Finding]:
+    """The findings of several inputs as one list: a property holds if it holds each time."""
+    if not before or len(before) != len(now):
+        return now if not before or len(now) < len(before) else before
+    return [old if not old.passed else new for old, new in zip(before, now, strict=True)]
+
+
+def preload_of(exercise: Exercise) -> tuple[str, ...]:
+    """Modules that the sandbox may import before it gets any code: they cost seconds."""
+    text = "\n".join(
+        [*exercise.trusted.values(), *(inspect.getsource(task.run) for task in exercise.tasks)]
+    )
+    return tuple(name for name in _PRELOAD if f"import {name}" in text or f"from {name}" in text)
+
+
+# --- a class ----------------------------------------------------------------------------------
+
+
+def mark_class(
+    handed: Iterable[Handed],
+    out: Path,
+    sandbox: Sandbox,
+    rules: Rules,
+    course: Path,
+    *,
+    exercise: str | None = None,
+    jobs: int = 1,
+    done: Callable[[Mark], None] = lambda mark: None,
+) -> list[Mark]:
+    """Mark every notebook; the result of each is a file in `out`, written when it is finished.
+
+    A second call goes on where the first was stopped: what is marked already, with the same
+    notebook, rules and course, is read from its file. `done` is called with each mark.
+    Raises SandboxError when the sandbox does not start; a bad notebook is a mark.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    handed = list(handed)
+    marks: list[Mark] = []
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = {
+            pool.submit(_mark_or_read, one, out, sandbox, rules, course, exercise): one
+            for one in handed
+        }
+        try:
+            for future in as_completed(waiting):
+                marks.append(future.result())
+                done(marks[-1])
+        except BaseException:
+            for future in waiting:
+                future.cancel()
+            raise
+    order = {one.student: number for number, one in enumerate(handed)}
+    return sorted(marks, key=lambda mark: order[mark.student])
+
+
+def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise) -> Mark:
+    key, path = _key(one, rules, exercise), out / f"{result_name(one)}.json"
+    if path.exists():
+        before = Mark.from_json(json.loads(path.read_text()))
+        if before.key == key:
+            return before
+    mark = mark_file(one, sandbox, rules, course, exercise)
+    mark.key = key
+    _write(path, json.dumps(mark.as_json(), indent=1))
+    return mark
+
+
+def mark_file(
+    one: Handed, sandbox: Sandbox, rules: Rules, course: Path, exercise: str | None = None
+) -> Mark:
+    """Mark one notebook in a sandbox of its own."""
+    start = time.monotonic()
+    try:
+        cells = load(one.path)
+        given = read_exercise(exercise or exercise_number(cells), course)
+    except (BadNotebook, OSError) as error:
+        tasks = []
+        if exercise:
+            given = read_exercise(exercise, course)
+            tasks = [_nothing(task, "bad_notebook", str(error)) for task in given.tasks]
+        notes = [str(error)]
+        return Mark(one.student, one.path.name, exercise or "", "bad_notebook", tasks, notes, 0.0)
+    found = take(cells, given)
+    with sandbox.box(preload_of(given), rules.limits) as box:
+        tasks = mark_submission(found, given, rules, box)
+    seconds = round(time.monotonic() - start, 2)
+    return Mark(one.student, one.path.name, given.number, "ok", tasks, found.notes, seconds)
+
+
+def result_name(one: Handed) -> str:
+    """A file name for the result of this student, whatever characters the name has."""
+    safe = "".join(letter if letter.isalnum() else "-" for letter in one.student)[:60]
+    return f"{safe}-{hashlib.sha256(one.student.encode('utf-8', 'replace')).hexdigest()[:8]}"
+
+
+def _key(one: Handed, rules: Rules, exercise: str | None) -> str:
+    """Changes whenever a mark might: with the notebook, the rules, or the course's tasks."""
+    from . import tasks
+
+    digest = hashlib.sha256()
+    try:
+        digest.update(one.path.read_bytes())
+    except OSError as error:
+        digest.update(str(error).encode())
+    digest.update(json.dumps([rules.secret, asdict(rules.limits), rules.extra, exercise]).encode())
+    for path in sorted(Path(tasks.__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a run that is killed in here leaves no half of a result."""
+    half = path.with_suffix(f".{os.getpid()}-{random.randrange(10**9)}.part")
+    half.write_text(text)
+    half.replace(path)
