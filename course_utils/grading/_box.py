@@ -19,6 +19,7 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -40,9 +41,65 @@ def main() -> None:
     except BaseException as error:  # the grader has to hear why there is no sandbox
         _send(replies, {"failed": f"{type(error).__name__}: {error}"[:1000]})
         raise SystemExit(1) from error
+    _let_ranks_be_forked()
     _send(replies, {"ready": True})
     for line in requests:
         _send(replies, _run_in_child(json.loads(line), settings, (requests, replies)))
+
+
+class _Forked:
+    """A forked process, with what `course_utils.launch` asks of a subprocess.Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if done else None
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("the server of the ranks", timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _let_ranks_be_forked() -> None:
+    """Have `launch` fork its server from a task's process, which has imported the framework.
+
+    Elsewhere the server is a fresh interpreter, because a notebook's kernel has threads; here
+    nothing has started any, and the import would cost each task seconds.
+    """
+    from course_utils import _crew, _ranks
+
+    fresh = _crew._interpreter
+
+    def interpreter(mode: str, *arguments: str, **options):
+        if mode != "server" or arguments[0] not in sys.modules:
+            return fresh(mode, *arguments, **options)
+        pid = os.fork()
+        if pid:
+            return _Forked(pid)
+        try:
+            link, log = int(arguments[1]), options["stdout"].fileno()
+            os.setsid()
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.closerange(3, link)
+            os.closerange(link + 1, 4096)
+            _ranks.main(mode, *arguments)
+        finally:
+            os._exit(0)
+
+    _crew._interpreter = interpreter
 
 
 def _take_streams():

@@ -35,7 +35,10 @@ STATUSES = (
     "ok", "wrong", "not_attempted", "error", "timeout", "memory", "crash", "bad_reply",
     "bad_notebook", "duplicate_id", "missing_cell",
 )  # fmt: skip
-_PRELOAD = ("torch", "numpy")  # imported before the students' code, where a task uses them
+# Imported before any student's code, where a task uses them; with them what their first optimizer
+# imports, and what each rank needs.
+_PRELOAD = {"torch": ("torch._dynamo",), "tensorflow": (), "numpy": ()}
+_RANKS = ("numpy.random", "cloudpickle")
 
 
 @dataclass
@@ -175,10 +178,15 @@ def _both(before: list[Finding], now: list[Finding]) -> list[Finding]:
 
 def preload_of(exercise: Exercise) -> tuple[str, ...]:
     """Modules that the sandbox may import before it gets any code: they cost seconds."""
-    text = "\n".join(
-        [*exercise.trusted.values(), *(inspect.getsource(task.run) for task in exercise.tasks)]
-    )
-    return tuple(name for name in _PRELOAD if f"import {name}" in text or f"from {name}" in text)
+    sources = [
+        *exercise.trusted.values(),
+        *(inspect.getsource(task.run) for task in exercise.tasks),
+    ]
+    text, found = "\n".join(sources), []
+    for name, more in _PRELOAD.items():
+        if f"import {name}" in text or f"from {name}" in text or f'framework="{name}"' in text:
+            found += [name, *more]
+    return (*found, *_RANKS) if found else ()
 
 
 # --- a class ----------------------------------------------------------------------------------

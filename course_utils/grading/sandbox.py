@@ -161,6 +161,10 @@ _ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "CUDA_VISIBLE_DEVICES": "",  # never a GPU for untrusted code
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    # Read when a framework is imported. A pool of threads would not survive a fork.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
 }
 
 
