@@ -25,14 +25,14 @@ WORDS = {
     "error": "raised an error",
     "timeout": "took too long",
     "memory": "used too much memory",
-    "crash": "ended its process",
+    "crash": "program ended",
     "bad_reply": "no usable answer",
     "bad_notebook": "file not readable",
     "duplicate_id": "cell is there twice",
     "missing_cell": "cell is missing",
 }
 ADVICE = {
-    "wrong": "Mend the property named here first: others often fail for the same reason.",
+    "wrong": "Mend what is named here first: the rest often fails for the same reason.",
     "not_attempted": "The cell still raises NotImplementedError.",
     "error": "Run the cell and its check in your notebook, after Restart Kernel. Solution cells "
     "run here in a Python of their own: what they need must stand in them, or in the cells that "
@@ -211,8 +211,8 @@ def _distribution(tasks: dict[str, tuple[str, float]], marks: Sequence[Mark]) ->
             + "".join(f'<td class="number">{cell}</td>' for cell in cells)
             + f"<td>{_bar(kinds)}<small>{counts}</small></td></tr>"
         )
-    marks_of = [""] * 3 + [f'<span class="key {kind}"></span> ' for kind in _KINDS]
-    named = [f"{mark}{head}" for mark, head in zip(marks_of, heads, strict=True)]
+    keys = [""] * 3 + [f'<span class="key {kind}"></span> ' for kind in _KINDS]
+    named = [f'<span class="id">{key}{head}</span>' for key, head in zip(keys, heads, strict=True)]
     return _table("How each task went", [*named, "score × students"], rows)
 
 
@@ -249,10 +249,9 @@ def _went_wrong(marks: Sequence[Mark]) -> str:
 
 
 def _students(tasks: dict[str, tuple[str, float]], marks: Sequence[Mark]) -> str:
-    heads = [
-        "student",
-        *(f"{_text(name)}<br><small>of {tasks[name][1]:g}</small>" for name in tasks),
-    ]
+    heads = ["student"]
+    for name, (_, points) in tasks.items():
+        heads.append(f'<span class="id">{_text(name)}</span><br><small>of {points:g}</small>')
     rows = []
     for mark in marks:
         own = {task.task: task for task in mark.tasks}
@@ -317,11 +316,12 @@ def _task(task: TaskMark) -> str:
         parts.append(
             f'<p class="why"><strong>{label}:</strong> <bdi>{_text(task.why, 800)}</bdi></p>'
         )
-    if advice := ADVICE.get(task.status):
-        parts.append(f"<p>{_text(advice)}</p>")
-    if len(failed) > 1:
+    advice = ADVICE.get(task.status, "")
+    if task.status == "wrong" and failed:
         more = len(failed) - 1
-        parts.append(f"<p>{more} more {'property fails' if more == 1 else 'properties fail'}.</p>")
+        fail = "property fails" if more == 1 else "properties fail"
+        advice = f"{more} more {fail}. {advice}" if more else ""
+    parts.append(f"<p>{_text(advice)}</p>" if advice else "")
     if held := [finding for finding in task.findings if not finding["why"]]:
         items = (f"<li>{_text(f['text'])} ({f['points']:g})</li>" for f in held)
         parts.append(f"<p>These hold:</p><ul>{''.join(items)}</ul>")
@@ -388,6 +388,7 @@ tbody th { min-width: 9rem; font-weight: 600 }
 th small { font-weight: 400 } small { color: var(--quiet); font-size: .85rem }
 .number { font-variant-numeric: tabular-nums; overflow-wrap: break-word }
 td ul { margin: 0; padding-left: 1.1rem }
+p, li { max-width: 45rem } .id { white-space: nowrap }
 svg { display: block; width: 100%; min-width: 8rem; max-width: 16rem; height: .9rem }
 .key { display: inline-block; width: .8rem; height: .8rem }
 .full { fill: var(--full); background: var(--full) } .part { fill: var(--part); background: var(--part) }
