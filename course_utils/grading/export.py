@@ -76,7 +76,7 @@ def _test(number: int, task: TaskMark) -> dict[str, Any]:
         "score": float(task.score),
         "max_score": float(task.points),
         "status": "passed" if task.status == "ok" else "failed",
-        "name": shown(task.title),
+        "name": task.title,
         "number": str(number),
         "output": "\n".join(line for line in lines if line),
         "output_format": "text",
