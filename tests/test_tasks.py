@@ -38,13 +38,28 @@ for source in sorted((ROOT / "source" / "exercises").glob("*.py")):
         if "task" in cell.metadata:
             SOLUTIONS[cell.metadata["task"]] = cell.source
 TASKS = list(all_tasks().values())
-WRONG = [(task, wrong) for task in TASKS for wrong in task.wrong]
 # What a `run` has in it that trains or starts ranks: seconds, where others take milliseconds.
 SLOW = re.compile(r"import (tensorflow|keras)|\b(launch|on_ranks|on_replicas)\(")
+
+
+def is_slow(task):
+    return bool(SLOW.search(inspect.getsource(task.run)))
+
+
+def marked(*values, task, id):
+    return pytest.param(*values, id=id, marks=[pytest.mark.slow] if is_slow(task) else [])
+
+
+EACH = [marked(task, task=task, id=task.id) for task in TASKS]
+WRONG = [
+    marked(task, wrong, task=task, id=f"{task.id}: {wrong.name}")
+    for task in TASKS
+    for wrong in task.wrong
+]
 JUNK = (None, True, -1, 10**400, 0.5, "x", "", [], {}, [[]], {"$": "NaN"}, [1, 2], {"value": 1})
 
 
-@pytest.fixture(params=TASKS, ids=lambda task: task.id)
+@pytest.fixture(params=EACH)
 def task(request):
     return request.param
 
@@ -100,14 +115,12 @@ def seeds_for(task, wrong):
     answers share the seeds out: each meets two draws with the public one, and each secret draw
     meets about half of the wrong answers, and the solution.
     """
-    if not SLOW.search(inspect.getsource(task.run)):
+    if not is_slow(task):
         return SECRET_SEEDS
     return [SECRET_SEEDS[task.wrong.index(wrong) % len(SECRET_SEEDS)]]
 
 
-@pytest.mark.parametrize(
-    ("task", "wrong"), WRONG, ids=[f"{task.id}: {wrong.name}" for task, wrong in WRONG]
-)
+@pytest.mark.parametrize(("task", "wrong"), WRONG)
 def test_wrong_answer_gets_what_it_declares(task, wrong):
     score, printed = checked(task, wrong.source)
     assert score == wrong.score < task.points, printed

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 MiB = 2**20
 PACKAGE = Path(__file__).resolve().parent.parent
 # What never enters a sandbox: the task definitions, where the expected values are computed, and
@@ -427,6 +425,8 @@ class Box:
 
     def _memory(self) -> int:
         """Resident bytes of all processes of the sandbox; pages that they share count each time."""
+        import psutil
+
         total = 0
         try:
             root = psutil.Process(self._process.pid)
@@ -441,6 +441,8 @@ class Box:
 
     def close(self) -> None:
         """End every process of the sandbox."""
+        import psutil
+
         if self._process is None:
             return
         process, self._process = self._process, None
