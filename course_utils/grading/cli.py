@@ -1,0 +1,575 @@
+"""`course-grade`: exercises out, notebooks in, marks and feedback out.
+
+Exit codes: 0 done (whatever the marks are), 1 the self-test failed, nothing was found to grade, or
+a fault of the grader itself, 2 wrong usage, 3 no sandbox, 130 stopped by Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .collect import CollectError, find
+from .marking import Handed, Mark, Rules, _write, mark_class, result_name
+from .release import ReleaseError, release
+from .report import shown
+from .sandbox import Limits, MiB, SandboxError, find_sandbox
+from .stopping import Stoppable
+from .submission import BadNotebook, exercise_number, load
+from .tasks import all_tasks
+
+COURSE = Path(__file__).resolve().parents[2]
+DONE, NOTHING, USAGE, NO_SANDBOX, STOPPED = 0, 1, 2, 3, 130
+_CODES = (
+    "exit codes: 0 done, also when students failed; 1 the self-test failed, or nothing was found "
+    "to grade;\n2 wrong usage; 3 no sandbox; 130 stopped by Ctrl-C (the same command goes on)"
+)
+_TRACEBACK = "COURSE_GRADE_TRACEBACK"
+_SANDBOXES = ("podman", "docker", "bubblewrap")
+
+
+class UsageError(ValueError):
+    """Something that was typed cannot be used; the message says what to type instead."""
+
+
+class Nothing(ValueError):
+    """There is nothing to grade, or no mark to report."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Errors are printed in words."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a name that this terminal cannot write
+    arguments = _parser().parse_args(words)
+    try:
+        return arguments.command(arguments)
+    except KeyboardInterrupt:
+        return _fail(STOPPED, "stopped; the same command goes on where it was")
+    except SandboxError as error:
+        return _fail(NO_SANDBOX, str(error))
+    except Nothing as error:
+        return _fail(NOTHING, str(error))
+    except (UsageError, CollectError, ReleaseError) as error:
+        return _fail(USAGE, str(error))
+    except ImportError as error:
+        return _fail(
+            USAGE, f"{error}; what is missing comes with: pip install 'course-utils[grade]'"
+        )
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(USAGE, f"{where}{error.strerror or error}")
+    except Exception as error:
+        if os.environ.get(_TRACEBACK):
+            raise
+        why = f"{type(error).__name__}: {error}"
+        return _fail(NOTHING, f"a fault of the grader: {why} ({_TRACEBACK}=1 shows where)")
+
+
+def _fail(code: int, message: str) -> int:
+    for line in f"course-grade: {message}".splitlines():
+        print(shown(line, 800), file=sys.stderr)
+    return code
+
+
+def _say(text: str = "") -> None:
+    """Print one line; what came from a student cannot command the terminal."""
+    print(shown(text, 800), flush=True)
+
+
+# --- what can be typed ------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="course-grade",
+        description="Give exercises out, and grade what comes back, in a sandbox.",
+        epilog=f"{_CODES}\n\nexample, a class from the first day to the last:\n"
+        "  course-grade selftest\n"
+        "  course-grade release --exercise 13 --out for-students --zip\n"
+        "  course-grade run moodle-export.zip --exercise 13 --out graded-13\n"
+        "  course-grade report graded-13\n"
+        "  course-grade export graded-13",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Any, text: str, *examples: str) -> argparse.ArgumentParser:
+        lines = "\n".join(f"  course-grade {name} {example}".rstrip() for example in examples)
+        word = "example" if len(examples) == 1 else "examples"
+        made = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"{word}:\n{lines}\n\n{_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(command=command)
+        return made
+
+    give = add(
+        "release",
+        _release,
+        "what students get: blank exercises and how to hand them in",
+        "--out for-students --zip",
+        "--exercise 02 --exercise 13 --out week-3",
+    )
+    give.add_argument(
+        "--exercise", action="append", default=[], metavar="NN", help="only this one; repeatable"
+    )
+    give.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="is made")
+    give.add_argument("--zip", action="store_true", help="FOLDER.zip instead of a folder")
+
+    take = add(
+        "collect",
+        _collect,
+        "one notebook for each student, out of what a learning platform exports",
+        "moodle-export.zip --out class-13",
+        "canvas.zip late.zip --exercise 13 --out class-13",
+    )
+    _paths(take)
+    _exercise(take)
+    take.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new or empty")
+
+    run = add(
+        "run",
+        _run,
+        "grade a notebook or a class; started again, it goes on where it was stopped",
+        "jane.ipynb",
+        "moodle-export.zip --exercise 13 --out graded-13 -j 2",
+        "class-13 --exercise 13 --out graded-13 --seed-file ~/secret-13 --private cases.json",
+    )
+    _paths(run)
+    _exercise(run)
+    run.add_argument(
+        "--out", type=Path, default=Path("graded"), metavar="FOLDER", help="results (graded)"
+    )
+    run.add_argument(
+        "-j", "--jobs", type=_at_least_one, default=1, metavar="N", help="sandboxes at a time (1)"
+    )
+    _sandbox(run)
+    run.add_argument(
+        "--seed-file",
+        type=Path,
+        metavar="FILE",
+        help="secret text that inputs are drawn from (default: made once, in the folder --out)",
+    )
+    run.add_argument(
+        "--private",
+        type=Path,
+        metavar="FILE",
+        help='more inputs, as JSON: {"13-staleness": [inputs, …]}',
+    )
+    run.add_argument(
+        "--limit", type=_positive, metavar="SECONDS", help=f"for one task ({Limits.seconds:g})"
+    )
+    run.add_argument(
+        "--memory",
+        type=_positive,
+        metavar="MiB",
+        help=f"for one submission ({Limits.memory // MiB})",
+    )
+
+    look = add(
+        "report",
+        _report,
+        "the marks as a table, as a page for you, and as a page for each student",
+        "graded-13",
+    )
+    look.add_argument("out", type=Path, metavar="FOLDER", help="the --out of a run")
+
+    give = add(
+        "export",
+        _export,
+        "the marks as nbgrader's CSV table, and as Gradescope's results.json files",
+        "graded-13",
+        "graded-13 --assignment week-3",
+    )
+    give.add_argument("out", type=Path, metavar="FOLDER", help="the --out of a run")
+    give.add_argument("--assignment", metavar="NAME", help="in the table (exercise-NN)")
+
+    prove = add(
+        "selftest",
+        selftest,
+        "prove that sandbox and tasks work on this machine",
+        "",
+        "--sandbox bubblewrap",
+    )
+    _sandbox(prove)
+    return parser
+
+
+def _paths(parser: argparse.ArgumentParser) -> None:
+    text = "a notebook, a zip, or a folder with a file, folder or zip for each student"
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help=text)
+
+
+def _exercise(parser: argparse.ArgumentParser) -> None:
+    text = "the exercise that counts (default: what each notebook says)"
+    parser.add_argument("--exercise", metavar="NN", help=text)
+
+
+def _sandbox(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    text = f"{', '.join(_SANDBOXES)} (default: the first that works)"
+    which.add_argument("--sandbox", choices=_SANDBOXES, metavar="NAME", help=text)
+    text = "no sandbox: submissions may read and delete your files"
+    which.add_argument("--unsafe-local", action="store_true", help=text)
+
+
+def _at_least_one(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is no whole number from 1 on")
+    return int(word)
+
+
+def _positive(word: str) -> float:
+    try:
+        number = float(word)
+    except ValueError:
+        number = 0
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0")
+    return number
+
+
+# --- the commands -----------------------------------------------------------------------------
+
+
+def _release(arguments: argparse.Namespace) -> int:
+    numbers = [_number(word) for word in arguments.exercise]
+    target = release(arguments.out, numbers, arguments.zip, COURSE)
+    _say(f"For students: {target}")
+    return DONE
+
+
+def _collect(arguments: argparse.Namespace) -> int:
+    out: Path = arguments.out
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"{out} is not empty: choose another --out")
+    handed = _handed(arguments, out)
+    _say(f"{_many(len(handed), 'notebook')} in {out}, named after the students.")
+    return DONE
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    out: Path = arguments.out
+    rules = _rules(arguments)
+    _must_be_free(out, arguments.paths)
+    console = _console()
+    with find_sandbox(_kind(arguments)) as sandbox:
+        handed = _handed(arguments, out / "submissions")
+        exercise = arguments.exercise or _common(handed)
+        _must_be_the_same(out, exercise)
+        rules = _with_secret(rules, arguments.seed_file, out)
+        results = out / "results"
+        files = [results / f"{result_name(one)}.json" for one in handed]
+        before = {path: path.stat().st_mtime_ns for path in files if path.exists()}
+        _note_run(out, exercise, sandbox.name, rules, handed, arguments)
+        crew = Stoppable(sandbox)
+        with _progress(len(handed), exercise) as one_more, crew.listening():
+            marks = mark_class(
+                handed, results, crew, rules, COURSE,
+                exercise=exercise, jobs=arguments.jobs, done=lambda mark: one_more(),
+            )  # fmt: skip
+    _show(marks, console)
+    kept = sum(path.stat().st_mtime_ns == time for path, time in before.items())
+    if kept:
+        _say(f"{kept} of {len(marks)} had been graded before, and were not run again.")
+    _say_missing(sum(not path.exists() for path in files))
+    _say(f"Results: {results}. Next: course-grade report {out}, course-grade export {out}")
+    return DONE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from . import report
+
+    marks, missing = _marks(arguments.out)
+    _show(marks, _console())
+    _write(arguments.out / "report.html", report.html(marks))
+    pages = arguments.out / "feedback"
+    pages.mkdir(exist_ok=True)
+    for mark in marks:
+        _write(pages / f"{_name(mark)}.html", report.feedback(mark))
+    _say_missing(missing)
+    _say(f"For you: {arguments.out / 'report.html'}. For each student: {pages}")
+    return DONE
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from . import export
+
+    marks, missing = _marks(arguments.out)
+    _say_missing(missing)
+    numbers = sorted({mark.exercise for mark in marks if mark.exercise})
+    assignment = arguments.assignment or "-".join(("exercise", *numbers))
+    _write(arguments.out / "grades.csv", export.nbgrader_csv(marks, assignment))
+    for mark in marks:
+        folder = arguments.out / "gradescope" / _name(mark)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "results.json", json.dumps(export.gradescope(mark), indent=1))
+    _say(f"nbgrader's columns: {arguments.out / 'grades.csv'}")
+    _say(f"Gradescope, a folder for each student: {arguments.out / 'gradescope'}")
+    return DONE
+
+
+def selftest(arguments: argparse.Namespace) -> int:
+    """Prove on this machine that sandbox and tasks work; returns the exit code."""
+    from course_utils.grading.selftest import selftest as prove
+
+    return prove(arguments)
+
+
+# --- what a run needs -------------------------------------------------------------------------
+
+
+def _kind(arguments: argparse.Namespace) -> str:
+    return "unsafe-local" if arguments.unsafe_local else arguments.sandbox or "auto"
+
+
+def _number(word: str) -> str:
+    """ "2" and "02" are exercise 02; raises UsageError when the course has no such exercise."""
+    there = sorted(_exercises())
+    if not there:
+        raise UsageError("the exercises are not here: run it in a checkout of the course")
+    if word.zfill(2) not in there:
+        raise UsageError(f"there is no exercise {word}; there are {', '.join(there)}")
+    return word.zfill(2)
+
+
+def _handed(arguments: argparse.Namespace, into: Path) -> list[Handed]:
+    """What students handed in, copied into `into`; notes are printed. Raises Nothing."""
+    if arguments.exercise:
+        arguments.exercise = _number(arguments.exercise)
+    handed, notes = find(arguments.paths, arguments.exercise, into)
+    for note in notes[:200]:
+        _say(f"note: {note}")
+    if len(notes) > 200:
+        _say(f"note: and {len(notes) - 200} more")
+    if not handed:
+        raise Nothing("there is no notebook in what was given: it must hold .ipynb files or zips")
+    return handed
+
+
+def _common(handed: list[Handed]) -> str | None:
+    """The exercise of the class when all readable notebooks agree; unreadable ones count as it."""
+    found: Counter[str] = Counter()
+    for one in handed:
+        try:
+            found[exercise_number(load(one.path))] += 1
+        except BadNotebook:
+            continue
+    if len(found) == 1 and set(found) <= _exercises():
+        return next(iter(found))
+    if found:
+        words = ", ".join(f"{number} ({times})" for number, times in sorted(found.items()))
+        _say(f"note: there are notebooks of the exercises {words}; --exercise NN says which counts")
+    return None
+
+
+def _exercises() -> set[str]:
+    return {path.name[:2] for path in (COURSE / "exercises").glob("[0-9][0-9]_*.ipynb")}
+
+
+def _must_be_free(out: Path, paths: list[Path]) -> None:
+    """Raise UsageError when results would be taken for submissions."""
+    for path in paths:
+        if out.resolve().is_relative_to(path.resolve()):
+            raise UsageError(f"--out {out} lies in {path}, which is graded: choose another folder")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file: choose a folder")
+
+
+def _must_be_the_same(out: Path, exercise: str | None) -> None:
+    """Raise UsageError when the marks of another exercise would be overwritten."""
+    if (out / "run.json").exists():
+        before = json.loads((out / "run.json").read_text())["exercise"]
+        if before != exercise:
+            words = f"marks of exercise {before}" if before else "marks of several exercises"
+            raise UsageError(f"{out} holds {words}: choose another --out")
+
+
+def _rules(arguments: argparse.Namespace) -> Rules:
+    """The limits and private cases; the secret comes later, when there is something to grade."""
+    memory = Limits.memory if arguments.memory is None else int(arguments.memory * MiB)
+    limits = Limits(seconds=arguments.limit or Limits.seconds, memory=memory)
+    secret = ""
+    if arguments.seed_file:
+        secret = arguments.seed_file.read_text(errors="replace").strip()
+        if len(secret) < 8:
+            raise UsageError(f"{arguments.seed_file} must hold a secret of 8 characters or more")
+    return Rules(secret, limits, _private(arguments.private) if arguments.private else {})
+
+
+def _private(path: Path) -> dict[str, list]:
+    """Inputs by task id, each of which the task's own oracle and judge can use."""
+    try:
+        cases = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    if type(cases) is not dict:
+        raise UsageError(f'{path} must hold {{"task id": [inputs, …]}}')
+    for name, inputs in cases.items():
+        task = all_tasks().get(name)
+        if task is None:
+            raise UsageError(f"{path}: there is no task {name}; `check` in an exercise names them")
+        if type(inputs) is not list or not inputs:
+            raise UsageError(f"{path}: {name} must have a list of inputs, even of one")
+        like = task.inputs(0)
+        for number, case in enumerate(inputs, 1):
+            where = f"{path}: case {number} of {name}"
+            if type(case) is not type(like) or type(like) is dict and set(case) != set(like):
+                form = f"an object with {', '.join(like)}" if type(like) is dict else type(like)
+                raise UsageError(f"{where} must be like the task's own inputs: {form}")
+            try:
+                task.mark(case, None)
+            except Exception as error:  # the task's own code, with inputs that it does not expect
+                why = f"{type(error).__name__}: {error}"
+                raise UsageError(f"{where} cannot be used by the task ({why})") from None
+    return cases
+
+
+def _with_secret(rules: Rules, seed_file: Path | None, out: Path) -> Rules:
+    """The rules with a secret; without a file of the instructor's, one is made once, in `out`."""
+    if seed_file:
+        return rules
+    path = out / "secret"
+    out.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        half = out / f"secret.{os.getpid()}.part"
+        descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        half.replace(path)
+    secret = path.read_text().strip()
+    if not secret:
+        raise UsageError(f"{path} is empty: remove it, and everything is graded anew")
+    return Rules(secret, rules.limits, rules.extra)
+
+
+def _note_run(
+    out: Path,
+    exercise: str | None,
+    sandbox: str,
+    rules: Rules,
+    handed: list[Handed],
+    arguments: argparse.Namespace,
+) -> None:
+    """Write OUT/run.json: what is graded, with what; never the secret."""
+    said = {
+        "exercise": exercise,
+        "results": [result_name(one) for one in handed],
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "course": _course_version(),
+        "sandbox": sandbox,
+        "limits": {"seconds": rules.limits.seconds, "MiB": rules.limits.memory / MiB},
+        "jobs": arguments.jobs,
+        "seed": "from a file" if arguments.seed_file else "made for this folder",
+        "private cases": {name: len(cases) for name, cases in rules.extra.items()},
+    }
+    _write(out / "run.json", json.dumps(said, indent=1))
+
+
+def _course_version() -> dict[str, str | None]:
+    """The package's version, the commit where there is one, and a digest of tasks and exercises."""
+    digest = hashlib.sha256()
+    tasks = Path(__file__).parent / "tasks"
+    for path in [*sorted(tasks.glob("*.py")), *sorted((COURSE / "exercises").glob("*.ipynb"))]:
+        digest.update(path.read_bytes())
+    try:
+        version = metadata.version("course-utils")
+    except metadata.PackageNotFoundError:
+        version = None
+    try:
+        git = ["git", "-C", str(COURSE), "rev-parse", "HEAD"]
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10)
+        commit = done.stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        commit = None
+    return {"version": version, "commit": commit, "tasks": digest.hexdigest()[:16]}
+
+
+# --- marks ------------------------------------------------------------------------------------
+
+
+def _marks(out: Path) -> tuple[list[Mark], int]:
+    """The marks of the latest run in `out`, and how many are still missing."""
+    if not (out / "run.json").is_file():
+        raise UsageError(f"{out} is no folder of results: first course-grade run … --out {out}")
+    marks, missing = [], 0
+    for name in json.loads((out / "run.json").read_text())["results"]:
+        path = out / "results" / f"{name}.json"
+        if path.exists():
+            marks.append(Mark.from_json(json.loads(path.read_text())))
+        else:
+            missing += 1
+    if not marks:
+        raise Nothing(f"nothing is graded yet in {out}: the same course-grade run goes on")
+    return marks, missing
+
+
+def _say_missing(missing: int) -> None:
+    if missing:
+        _say(f"note: {_many(missing, 'submission')} not graded: the same course-grade run goes on")
+
+
+def _name(mark: Mark) -> str:
+    return result_name(Handed(mark.student, Path()))
+
+
+def _show(marks: list[Mark], console: Any) -> None:
+    from . import report
+
+    console.print(report.table(marks))
+    for mark in marks:
+        for note in mark.notes:
+            if note.startswith("tampered"):
+                _say(f"note: {mark.student}: {note}")
+
+
+def _console() -> Any:
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        raise UsageError(
+            "the table needs the package rich: pip install 'course-utils[grade]', or pip install "
+            "rich"
+        ) from None
+    return Console(highlight=False)
+
+
+class _progress:
+    """A bar on the standard error; as a context it gives a function that advances it by one."""
+
+    def __init__(self, total: int, exercise: str | None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeElapsedColumn as Elapsed
+
+        words = TextColumn("{task.description}", markup=False)
+        columns = (words, BarColumn(), MofNCompleteColumn(), Elapsed())
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._what, self._total = f"exercise {exercise}" if exercise else "exercises", total
+
+    def __enter__(self) -> Any:
+        self._bar.start()
+        task = self._bar.add_task(self._what, total=self._total)
+        return lambda: self._bar.advance(task)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
