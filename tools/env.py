@@ -144,7 +144,7 @@ def install_commands(venv, torch_choice):
         return [install, compile_command(venv)]
     if torch_choice == "cpu":
         pip += ["--extra-index-url", PYTORCH_CPU]
-    install = pip + [pin("torch"), "-e", ".[torch,tensorflow,peers,experiment,lab,dev]"]
+    install = pip + [pin("torch"), "-e", ".[torch,tensorflow,peers,experiment,grade,lab,dev]"]
     return [install, compile_command(venv)]
 
 
