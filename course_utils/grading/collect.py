@@ -23,6 +23,7 @@ from .submission import MAX_BYTES, BadNotebook, cells_of, exercise_number
 
 MAX_STUDENT = 100 * 2**20  # bytes that are read of one student's files, unpacked
 MAX_MEMBERS = 50_000  # files in one zip
+_TOO_LARGE = bytes(MAX_BYTES + 1)  # what grades it says that it is too large
 _NOTEBOOKS = (".ipynb", ".ipynb.txt", ".ipynb.json")  # some browsers add an ending
 _WRAPPERS = ("submitted", "submissions", "downloaded", "extracted")
 _DATE = r"\d{4}(?:-\d\d){5}"
@@ -242,14 +243,13 @@ def _depth(paths: list[tuple[str, ...]]) -> int:
         canvas = _are_people(paths, deep)
         if all(_platform(path[deep], canvas) for path in paths):
             return deep
-    deep = 0
-    while deep < least - 1:
-        tops, below = {path[deep] for path in paths}, {path[deep + 1] for path in paths}
-        wrapped = len(tops) == 1 and (len(below) > 1 or tops <= set(_WRAPPERS))
-        if not wrapped or _platform(*tops):
-            break
-        deep += 1
-    return deep
+    for deep in range(least - 1):
+        tops = {path[deep] for path in paths}
+        if len(tops) > 1 or _platform(*tops):
+            return deep
+        if tops <= set(_WRAPPERS):
+            return deep + 1
+    return least - 1 if len(paths) > 1 else 0
 
 
 def _are_people(paths: list[tuple[str, ...]], deep: int) -> bool:
@@ -373,18 +373,18 @@ def _unpack(
 ) -> int:
     """Add the notebook `member` to `found`, or those of a zip; returns how many bytes are left."""
     name = _parts(member.filename)[-1]
-    most = left if _is_zip(name) else min(left, MAX_BYTES)
-    if member.file_size > most:
+    if member.file_size > (MAX_STUDENT if _is_zip(name) else MAX_BYTES):
         notes.append(f"{label}: {name} has {member.file_size:,} bytes; it was not unpacked")
-        # Too large to be graded; what grades it says so.
-        found.append(replace(blank, data=bytes(MAX_BYTES + 1)))
+        found.append(replace(blank, data=_TOO_LARGE))
         return left
+    if member.file_size > left:
+        return 0
     if level > 2 and _is_zip(name):
         notes.append(f"{label}: {name} is a zip in a zip in a zip; it was not opened")
         return left
     try:
         with archive.open(member) as file:
-            data = file.read(most + 1)
+            data = file.read(member.file_size + 1)
         left -= len(data)
         if not _is_zip(name):
             found.append(replace(blank, data=data))
@@ -438,7 +438,7 @@ def _keep(label: str, best: _Notebook, into: Path, used: set[str]) -> Handed:
     name = label
     plain = re.fullmatch(r"\w[\w .,'()@+-]*", label) and label[-1] not in ". "
     if not plain or _platform(label) or _is_notebook(label) or label.casefold() in used:
-        name = result_name(Handed(label, into))
+        name = f"student-{result_name(Handed(label, into))}"
     used.add(label.casefold())
     path = into / f"{name}.ipynb"
     path.write_bytes(best.data)
