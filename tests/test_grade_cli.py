@@ -186,6 +186,10 @@ def test_a_zip_of_a_student_is_no_export(tmp_path):
             "1-2 - J D - Nov 21, 2026 1159 AM - x.ipynb",
             "1-2 - J D - Nov 21, 2026 1200 PM - a.ipynb",
         ),
+        (
+            "1-2 - J D - Nov 21, 2026 110 AM - x.ipynb",
+            "1-2 - J D - Nov 21, 2026 1000 AM - a.ipynb",
+        ),
     ],
 )
 def test_the_latest_attempt_counts(tmp_path, early, later):
@@ -405,6 +409,22 @@ def test_damaged_and_odd_archives(tmp_path):
         find(tmp_path / "bad.zip", None, tmp_path / "into")
 
 
+def test_nobody_floods_the_notes(tmp_path):
+    """A thousand odd names, damaged members and other files are a few lines."""
+    odd = {f"../{n}.ipynb": b"" for n in range(1000)}
+    nested = {f"{n}.zip": b"no zip" for n in range(1000)}
+    files = {
+        "doejane_12345_67890_x.zip": zip_bytes(odd),
+        "roejim_12346_67891_x.zip": zip_bytes(nested),
+        "poejoe_LATE_12347_67892_x.ipynb": notebook("joe"),
+        **{f"noeann_12348_67893_{n}.pdf": b"" for n in range(1000)},
+    }
+    for path in (put(tmp_path / "class", files), make_zip(tmp_path / "class.zip", files)):
+        _, notes = find(path, None, tmp_path / "into")
+        assert len(notes) < 40 and "poejoe: late, says the file's name" in notes
+        assert sum("(and 999 more): not a notebook" in note for note in notes) == 1
+
+
 ODD = ["=cmd()", f"{ESC}red", "a\nb", "<b>x", "[red]x[/red]", "CON ", "x" * 200, "‮evil", "-rf"]
 
 
@@ -527,6 +547,8 @@ def test_wrong_usage_is_said_in_words(work, capsys):
     put(work, {"short": b"abc", "list.json": b"[1]", "no.json": b"{", "x.txt": b""})
     put(work, {"task.json": b'{"13-none": [1]}', "empty.json": b'{"13-staleness": []}'})
     put(work, {"form.json": b'{"13-staleness": [[7]]}', "results/run.json": b'{"results": []}'})
+    broken = [dict.fromkeys(cli.all_tasks()["13-staleness"].inputs(0), [7])]
+    put(work, {"broken.json": json.dumps({"13-staleness": broken}).encode()})
     for said, words in {
         "no exercise 99": (*run, "--exercise", "99"),
         "'0' is no whole number": (*run, "-j", "0"),
@@ -538,7 +560,8 @@ def test_wrong_usage_is_said_in_words(work, capsys):
         "list.json must hold": (*run, "--private", "list.json"),
         "there is no task 13-none": (*run, "--private", "task.json"),
         "must have a list of inputs": (*run, "--private", "empty.json"),
-        "form.json: case 1 of 13-staleness": (*run, "--private", "form.json"),
+        "form.json: case 1 of 13-staleness must be": (*run, "--private", "form.json"),
+        "broken.json: case 1 of 13-staleness cannot": (*run, "--private", "broken.json"),
         "lies in class": (*run, "--out", "class/out"),
         "choose a folder": (*run, "--out", "x.txt"),
         "missing does not exist": ("run", "missing", "--unsafe-local"),
@@ -586,6 +609,16 @@ def test_without_rich_it_says_what_to_install(work, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     said = fails(2, "run", "class", "--unsafe-local", capsys=capsys)
     assert "pip install" in said and "rich" in said
+
+
+def test_collect_makes_a_folder_that_run_reads(work, capsys):
+    files = {f"doejane_LATE_12345_67890_{ESC}.ipynb": notebook(), f"{ESC}.ipynb": notebook("odd")}
+    files["roejim_12346_67891_x.ipynb"] = notebook("jim")
+    assert cli.main(["collect", str(put(work / "in", files)), "--out", "new"]) == 0
+    said = capsys.readouterr().out
+    assert "doejane: late" in said and "3 notebooks in new" in said and "\x1b" not in said
+    handed, _ = find(work / "new", None, work / "into")
+    assert len(handed) == 3 and words(handed)["doejane"] == ""
 
 
 # --- a class of four, for real --------------------------------------------------------------------
@@ -736,25 +769,23 @@ def test_ctrl_c_leaves_no_process_and_no_mark(four, tmp_path, kind, number):
 def test_private_cases_seed_file_and_changes(four, tmp_path):
     """A new notebook or rule is graded again; tampering and odd names are said, and harmless."""
     (four / "carl.ipynb").unlink()
-    (four / "anna.ipynb").write_bytes(
-        SOLUTION.replace('check(\\"13-staleness\\")', 'check(\\"13-mine\\")').encode()
-    )
+    tampered = SOLUTION.replace('check(\\"13-staleness\\")', 'check(\\"13-mine\\")').encode()
+    put(four, {"anna.ipynb": tampered, f"dora{ESC}\n=1+1.ipynb": tampered})
     (four / "ben.ipynb").write_bytes(b"{")
     (tmp_path / "seed").write_text("a secret of mine\n")
-    cases = {"13-staleness": [[["pull", 0], ["push", 0]]]}
     out = tmp_path / "out"
     words = ["run", four, "--out", out, *KIND, "--seed-file", tmp_path / "seed", "-j", "2"]
     code, text, _ = finish(course_grade(*words, "--limit", "20", "--memory", "1000"))
     marks, written = results(out)
     assert code == 0 and not (out / "secret").exists()
-    assert "anna: tampered: the test cell 13-staleness-test was edited" in text
+    for name in ("anna", r"dora\x1b[2J\x1b[31m =1+1"):
+        assert f"{name}: tampered: the test cell 13-staleness-test was edited" in text
     assert marks["anna"].score == 16, "of the tests, ours count"
     assert marks["ben"].status == "bad_notebook" and marks["ben"].points == 16
     said = json.loads((out / "run.json").read_text())
     assert said["limits"] == {"seconds": 20, "MiB": 1000} and "secret of mine" not in str(said)
 
-    task = cli.all_tasks()["13-staleness"]
-    cases["13-staleness"] = [task.inputs(5)]
+    cases = {"13-staleness": [cli.all_tasks()["13-staleness"].inputs(5)]}
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     words += ["--limit", "20", "--memory", "1000", "--private", tmp_path / "cases.json"]
     code, text, _ = finish(course_grade(*words))

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from .submission import MAX_BYTES, BadNotebook, cells_of, exercise_number
 
 MAX_STUDENT = 100 * 2**20  # bytes that are read of one student's files, unpacked
 MAX_MEMBERS = 50_000  # files in one zip
+_FEW = 10  # notes on one student, or on one zip
 _TOO_LARGE = bytes(MAX_BYTES + 1)  # what grades it says that it is too large
 _NOTEBOOKS = (".ipynb", ".ipynb.txt", ".ipynb.json")  # some browsers add an ending
 _WRAPPERS = ("submitted", "submissions", "downloaded", "extracted")
@@ -178,13 +180,21 @@ def _archive(path: Path, parts: tuple[str, ...], pile: _Pile, opened: ExitStack)
         archive = opened.enter_context(zipfile.ZipFile(path))
     except Exception as error:  # whatever a made-up archive provokes
         return f"it is damaged ({type(error).__name__})"
-    for member in _members(archive, "/".join(parts) or path.name, pile.notes):
+    notes: list[str] = []
+    for member in _members(archive, "/".join(parts) or path.name, notes):
         inside = (*parts, *_parts(member.filename))
         if _is_zip(inside[-1]) or _is_notebook(inside[-1]):
             pile.entries.append(_Entry(inside, _time(member), path, archive, member))
         else:
             pile.others.append(inside)
+    pile.notes += _few(notes)
     return ""
+
+
+def _few(notes: list[str]) -> list[str]:
+    """The first of them: nobody hides others' notes behind a thousand of his own."""
+    more = [f"and {len(notes) - _FEW} more like the one before"] if len(notes) > _FEW else []
+    return notes[:_FEW] + more
 
 
 def _members(archive: zipfile.ZipFile, where: str, notes: list[str]) -> Iterator[zipfile.ZipInfo]:
@@ -298,20 +308,24 @@ def _by_student(pile: _Pile) -> list[tuple[str, list[tuple[_Entry, _Named]]]]:
     for entry in pile.entries:
         one = named(entry.parts)
         groups.setdefault((one.name, one.number), []).append((entry, one))
+    left_out: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for parts in pile.others:
         one = named(parts)
-        if (one.name, one.number) in groups and groups[one.name, one.number]:
-            continue
-        pile.notes.append(f"{'/'.join(parts)}: not a notebook; it was left out")
-        own_folder = folders and len(parts) > deep + 1
-        if own_folder or (len(parts) > deep and _platform(parts[deep], canvas)):
-            groups.setdefault((one.name, one.number), [])  # handed in, and nothing to grade
+        if (one.name, one.number) not in groups:
+            left_out.setdefault((one.name, one.number), []).append(parts)
+    for key, others in left_out.items():
+        first = "/".join(others[0])
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        pile.notes.append(f"{first}{more}: not a notebook; it was left out")
+        in_folder = folders and any(len(parts) > deep + 1 for parts in others)
+        if in_folder or any(_platform(parts[deep], canvas) for parts in others if parts[deep:]):
+            groups[key] = []  # handed in, and nothing to grade
     labels = {key: _label(key[0]) for key in groups}
-    shared = {label for label in labels.values() if list(labels.values()).count(label) > 1}
+    times = Counter(labels.values())
     students, used = [], set()
     for key in sorted(groups):
         label = labels[key]
-        if label in shared:  # two people of the same name
+        if times[label] > 1:  # two people of the same name
             label = f"{label} ({key[1] or len(used) + 1})"
             pile.notes.append(f"{label}: another student has the same name")
         while label in used:
@@ -329,12 +343,15 @@ def _label(name: str) -> str:
 # --- which of a student's notebooks counts ----------------------------------------------------
 
 
-def _read(label: str, entries: list[tuple[_Entry, _Named]], notes: list[str]) -> list[_Notebook]:
+def _read(
+    label: str, entries: list[tuple[_Entry, _Named]], all_notes: list[str]
+) -> list[_Notebook]:
     """A student's notebooks, the latest first, as far as they fit in MAX_STUDENT bytes.
 
     Never empty: who handed in no notebook gets one that cannot be graded.
     """
     found: list[_Notebook] = []
+    notes: list[str] = []
     left = MAX_STUDENT
     latest_first = sorted(entries, key=lambda one: (one[1].attempt, one[0].written), reverse=True)
     for entry, named in latest_first:
@@ -351,13 +368,14 @@ def _read(label: str, entries: list[tuple[_Entry, _Named]], notes: list[str]) ->
             notes.append(f"{label}: {blank.label} cannot be read: {error.strerror}")
             found.append(blank)
         left -= len(found[-1].data)
+    all_notes += _few(notes)
     if left <= 0:
-        notes.append(
+        all_notes.append(
             f"{label}: the files are larger than {MAX_STUDENT // 2**20} MiB when unpacked; those "
             "after that were left out"
         )
     if not found:
-        notes.append(f"{label}: handed in no notebook")
+        all_notes.append(f"{label}: handed in no notebook")
     return found or [_Notebook("", (0, 0), b"")]
 
 
