@@ -12,6 +12,7 @@ is killed, so that nothing of one task is left for the next.
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import json
 import linecache
@@ -19,6 +20,7 @@ import os
 import resource
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -27,15 +29,20 @@ import types
 
 MAX_REPLY = 4 * 2**20  # bytes of one child's answer
 STUDENT = "your solution cell"
+PLACES = ("/tmp", "/dev/shm")  # where a task may write
 _PR_SET_DUMPABLE = 4
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
     requests, replies = _take_streams()
-    # A student's process, which has the same user, must not look into this one and its pipes.
+    # A student's process, which has the same user, must not look into this one and its pipes,
+    # nor end it: other signals do not reach the first process, Python's own handler would hear.
     _dumpable(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        if settings["filter"]:
+            _refuse_system_calls()
         for name in settings["preload"]:
             importlib.import_module(name)
     except BaseException as error:  # the grader has to hear why there is no sandbox
@@ -44,7 +51,11 @@ def main() -> None:
     _let_ranks_be_forked()
     _send(replies, {"ready": True})
     for line in requests:
-        _send(replies, _run_in_child(json.loads(line), settings, (requests, replies)))
+        reply = _run_in_child(json.loads(line), settings, (requests, replies))
+        clean = _clear()
+        _send(replies, {**reply, "last": not clean})
+        if not clean:
+            return
 
 
 class _Forked:
@@ -123,6 +134,56 @@ def _dumpable(yes: bool) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(yes), 0, 0, 0)
 
 
+# By machine: the architecture's number in a filter, the calls that are refused, clone, prlimit64.
+# memfd_create, memfd_secret, shmget, msgget: memory that the watch over processes does not see;
+# unshare, clone3: new namespaces, and with them file systems in memory; io_uring_setup: calls
+# that no filter sees.
+_CALLS = {
+    "x86_64": (0xC000003E, (319, 447, 29, 68, 272, 435, 425), 56, 302),
+    "aarch64": (0xC00000B7, (279, 447, 194, 186, 97, 435, 425), 220, 261),
+}
+
+
+def _refuse_system_calls() -> None:
+    """Let the kernel answer some system calls with "no such call", here and in all children."""
+    machine = os.uname().machine
+    if machine not in _CALLS:
+        raise RuntimeError(f"the filter of system calls is not known for {machine} processors")
+    architecture, never, clone, prlimit = _CALLS[machine]
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
+    new_user, refuse, allow = 0x10000000, (give, 0, 0, 0x50000 + errno.ENOSYS), 0x7FFF0000
+    # (operation, instructions to skip when true, when false, operand); `load` of 4 is the
+    # architecture, of 0 the number of the call, of 16 its first argument.
+    code = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse]
+    code += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), refuse]
+    for number in never:
+        code += [(equal, 0, 1, number), refuse]
+    # The limits of another process than itself; a new user namespace.
+    code += [(equal, 0, 3, prlimit), (load, 0, 0, 16), (equal, 1, 0, 0), refuse, (load, 0, 0, 0)]
+    code += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 1, new_user), refuse]
+    code += [(give, 0, 0, allow)]
+    words = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in code))
+    program = struct.pack("@HP", len(code), ctypes.addressof(words))
+    libc = ctypes.CDLL(None, use_errno=True)
+    set_no_new_privileges, set_seccomp, filtered = 38, 22, 2
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    if libc.prctl(set_no_new_privileges, one, none, none, none) or libc.prctl(
+        set_seccomp, ctypes.c_ulong(filtered), program, none, none
+    ):
+        raise OSError(ctypes.get_errno(), "the kernel takes no filter of system calls")
+
+
+def _clear() -> bool:
+    """Delete what a task has left in files; False when some of it resists."""
+    if os.getpid() != 1:  # without a sandbox these are the folders of the whole machine
+        return True
+    if any(os.listdir(place) for place in PLACES):
+        for tool in (["chmod", "-R", "u+rwx", *PLACES], ["find", *PLACES, "-mindepth", "1"]):
+            tool += ["-delete"] if tool[0] == "find" else []
+            subprocess.run(tool, stderr=subprocess.DEVNULL, check=False)
+    return not any(os.listdir(place) for place in PLACES)
+
+
 def _run_in_child(request: dict, settings: dict, private: tuple) -> dict:
     """Fork, let the child answer, then kill whatever it has left behind."""
     read_end, write_end = os.pipe()
@@ -133,13 +194,14 @@ def _run_in_child(request: dict, settings: dict, private: tuple) -> dict:
             for descriptor in (read_end, *(stream.fileno() for stream in private)):
                 os.close(descriptor)
             _dumpable(True)  # as any program is; some libraries read their own /proc files
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             for limit, value in settings["limits"].items():
                 resource.setrlimit(getattr(resource, limit), (value, value))
             _answer(request, write_end)
         finally:
             os._exit(0)  # not through the interpreter's end, where a student's hooks wait
     os.close(write_end)
-    answer, state = _listen(read_end, child)
+    answer, state = _listen(read_end, child, private[0])
     os.close(read_end)
     _kill_the_rest(child)
     if state is None:
@@ -149,12 +211,18 @@ def _run_in_child(request: dict, settings: dict, private: tuple) -> dict:
     return {"reply": answer.decode("utf-8", "replace")}
 
 
-def _listen(pipe: int, child: int) -> tuple[bytes, int | None]:
-    """What the child wrote until its end, and how it ended; None when it wrote too much."""
+def _listen(pipe: int, child: int, requests) -> tuple[bytes, int | None]:
+    """What the child wrote until its end, and how it ended; None when it wrote too much.
+
+    Raises SystemExit when the grader is gone: nobody else would end an endless loop then.
+    """
     answer, state = bytearray(), None
     while len(answer) <= MAX_REPLY:
         # The child's end counts, not the pipe's: a process that it left behind may hold that open.
-        ready, _, _ = select.select([pipe], [], [], 0 if state is not None else 0.02)
+        wait = 0 if state is not None else 0.02
+        ready, _, _ = select.select([pipe, requests], [], [], wait)
+        if requests in ready:  # it asks nothing before it has its answer: this is the pipe's end
+            raise SystemExit("the grader has ended")
         chunk = os.read(pipe, 1 << 16) if ready else b""
         answer += chunk
         if state is not None and not chunk:
@@ -203,7 +271,7 @@ def _run(request: dict):
     *earlier, own = request["cells"]
     for number, source in enumerate(earlier, 1):
         # A helper of an earlier task may be used in this one; its faults are not this one's.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):  # also an exit()
             _execute(source, f"solution cell {number}", names)
     _execute(own, STUDENT, names)
     missing = [name for name in request["functions"] if not callable(names.get(name))]

@@ -14,11 +14,11 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .sandbox import Answer, Box, Limits, Sandbox
+from .sandbox import Answer, Box, Limits, Sandbox, SandboxError
 from .submission import (
     BadNotebook,
     Exercise,
@@ -29,7 +29,7 @@ from .submission import (
     take,
 )
 from .task import Finding, Task, copy_json
-from .wire import plain
+from .wire import one_line, plain
 
 STATUSES = (
     "ok", "wrong", "not_attempted", "error", "timeout", "memory", "crash", "bad_reply",
@@ -163,7 +163,8 @@ def _request(task: Task, cells: list[str], trusted: str, inputs: Any) -> dict:
 def _judge(task: Task, inputs: Any, answer: Answer) -> list[Finding]:
     """The findings; a value that the judge cannot cope with proves nothing."""
     try:
-        return task.mark(inputs, plain(answer.value))
+        findings = task.mark(inputs, plain(answer.value))
+        return [replace(finding, why=one_line(finding.why)) for finding in findings]
     except Exception as error:
         why = f"the answer could not be judged ({type(error).__name__})"
         return [Finding("the answer can be judged", task.points, why)]
@@ -232,10 +233,16 @@ def mark_class(
 def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise) -> Mark:
     key, path = _key(one, rules, exercise), out / f"{result_name(one)}.json"
     if path.exists():
-        before = Mark.from_json(json.loads(path.read_text()))
-        if before.key == key:
-            return before
-    mark = mark_file(one, sandbox, rules, course, exercise)
+        before = json.loads(path.read_text())
+        if before["key"] == key:
+            return Mark.from_json(before)
+    try:
+        mark = mark_file(one, sandbox, rules, course, exercise)
+    except SandboxError:
+        raise
+    except Exception as error:  # one notebook must not stop a class; the next run tries it again
+        notes = [f"the grader failed on this notebook, please report it: {error!r}"]
+        return Mark(one.student, one.path.name, exercise or "", "bad_notebook", [], notes, 0.0)
     mark.key = key
     _write(path, json.dumps(mark.as_json(), indent=1))
     return mark
@@ -275,7 +282,8 @@ def _key(one: Handed, rules: Rules, exercise: str | None) -> str:
 
     digest = hashlib.sha256()
     try:
-        digest.update(one.path.read_bytes())
+        with one.path.open("rb") as file:  # of any size
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     except OSError as error:
         digest.update(str(error).encode())
     digest.update(json.dumps([rules.secret, asdict(rules.limits), rules.extra, exercise]).encode())

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .wire import one_line
+
 MiB = 2**20
 PACKAGE = Path(__file__).resolve().parent.parent
 # What never enters a sandbox: the task definitions, where the expected values are computed, and
@@ -123,6 +125,7 @@ class Sandbox:
     """A way to start a process that cannot reach anything. Subclasses say how."""
 
     name = ""
+    filters = False  # whether the runner refuses system calls; a container does by itself
 
     def __init__(self) -> None:
         self._stage = stage()
@@ -170,6 +173,7 @@ class Bubblewrap(Sandbox):
     """bubblewrap: namespaces of its own for processes, network and files; read-only libraries."""
 
     name = "bubblewrap"
+    filters = True
 
     @classmethod
     def problem(cls) -> str:
@@ -260,10 +264,16 @@ def _libraries() -> list[Path]:
 
 def _masked() -> list[Path]:
     """Folders with answers that lie within the libraries."""
-    import site
-
-    copies = [Path(place) / "course_utils" / "grading" for place in site.getsitepackages()]
-    return [copy for copy in {*copies, PACKAGE / "grading"} if _visible(copy)]
+    own = [PACKAGE.parent / name for name in ("solutions", "source", "tests", ".git", "build")]
+    installed = "python*/*-packages/course_utils/grading"
+    copies = [
+        copy
+        for library in _libraries()
+        for lib in ("lib", "lib64", "local/lib", ".")
+        for copy in library.glob(f"{lib}/{installed}" if lib != "." else installed)
+    ]
+    found = {place.resolve() for place in (*own, *copies, PACKAGE / "grading")}
+    return sorted(place for place in found if _visible(place))
 
 
 def _visible(path: Path) -> bool:
@@ -364,21 +374,19 @@ class Box:
         """
         if self._process is None:
             self._start()
-        data = json.dumps(request).encode() + b"\n"
-        try:
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self.close()
-            return Answer("crash", why="the sandbox had ended before the task began")
-        line, problem = self._line(self.limits.seconds)
+        problem = self._send(json.dumps(request).encode() + b"\n")
+        line, problem = (b"", problem) if problem else self._line(self.limits.seconds)
         if problem:
             self.close()
             return problem
-        return _understood(line)
+        said = json.loads(line)
+        if said["last"]:  # something of this task could not be cleared away
+            self.close()
+        return _understood(said)
 
     def _start(self) -> None:
         settings = {"preload": self.preload, "limits": self.limits.of_a_process()}
+        settings["filter"] = self.sandbox.filters
         program = ["-P", "/box/_box.py", json.dumps(settings)]
         command = self.sandbox.command(self.limits, program)
         self._errors = tempfile.TemporaryFile()
@@ -388,7 +396,9 @@ class Box:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,
+            bufsize=0,
         )
+        os.set_blocking(self._process.stdin.fileno(), False)
         self._rest = b""
         line, problem = self._line(_START)
         said = json.loads(line) if line.startswith(b"{") else {}
@@ -399,6 +409,19 @@ class Box:
             raise SandboxError(
                 f"{self.sandbox.name} did not start: {words or (problem and problem.why)}"
             )
+
+    def _send(self, data: bytes) -> Answer | None:
+        """Give the runner a request; what stopped it, when it does not take all of it."""
+        pipe, deadline = self._process.stdin.fileno(), time.monotonic() + self.limits.seconds
+        while data:
+            _, ready, _ = select.select([], [pipe], [], max(0, deadline - time.monotonic()))
+            if not ready:
+                return Answer("crash", why="the sandbox did not take the task")
+            try:
+                data = data[os.write(pipe, data) :]
+            except BrokenPipeError:
+                return Answer("crash", why="the sandbox had ended before the task began")
+        return None
 
     def _line(self, seconds: float) -> tuple[bytes, Answer | None]:
         """One line from the runner, or what stopped it. Watches time and memory meanwhile."""
@@ -450,18 +473,21 @@ class Box:
             family = psutil.Process(process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             family = []
-        # The first process of a PID namespace takes all others with it.
-        for one in [*family, process]:
+        # The first process of a PID namespace takes all others with it. A container's is not
+        # among the family: it ends when this pipe does.
+        process.stdin.close()
+        for one in family:
             try:
                 os.kill(one.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        process.wait()
-        for stream in (process.stdin, process.stdout, self._errors):
-            try:
-                stream.close()
-            except BrokenPipeError:
-                continue
+        try:
+            process.wait(1)  # it collects its child first
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        self._errors.close()
 
     def __enter__(self) -> Box:
         return self
@@ -470,10 +496,9 @@ class Box:
         self.close()
 
 
-def _understood(line: bytes) -> Answer:
-    """What the runner sent for one task. Nothing in it is trusted."""
+def _understood(said: dict) -> Answer:
+    """What the runner sent for one task. Nothing of the reply in it is trusted."""
     try:
-        said = json.loads(line)
         if "signal" in said:
             name = signal.Signals(said["signal"]).name
             return Answer("crash", why=f"the process was ended by {name}")
@@ -485,7 +510,7 @@ def _understood(line: bytes) -> Answer:
         if text.count("\n") != 1 or not text.endswith("\n"):
             return Answer("bad_reply", why="there is not exactly one answer")
         reply = json.loads(text)
-        (kind,) = reply
+        (kind,) = reply if type(reply) is dict else ()
     except (ValueError, KeyError, TypeError, RecursionError):
         return Answer("bad_reply", why="the answer is not what the runner sends")
     if kind == "value":
@@ -495,5 +520,5 @@ def _understood(line: bytes) -> Answer:
     if kind == "memory":
         return Answer("memory", why="the code asked for more memory than the limit")
     if kind == "error" and type(reply["error"]) is str:
-        return Answer("error", why=reply["error"][:700])
+        return Answer("error", why=one_line(reply["error"]))
     return Answer("bad_reply", why="the answer is not what the runner sends")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .task import Task
 from .tasks import all_tasks
+from .wire import one_line
 
 MAX_BYTES = 20 * 2**20  # a notebook with pictures has a few MiB
 MAX_CELL = 200_000  # characters of one solution cell
@@ -82,7 +84,7 @@ def _cell(cell: dict) -> dict:
     metadata = cell.get("metadata")
     grading = metadata.get("nbgrader") if type(metadata) is dict else None
     return {
-        "type": cell.get("cell_type"),
+        "type": kind if type(kind := cell.get("cell_type")) is str else "nameless",
         # A lone surrogate can be written in JSON, and in no file.
         "source": source.encode("utf-8", "replace").decode(),
         "grading": grading if type(grading) is dict else {},
@@ -138,14 +140,14 @@ def _is_constant(node: ast.stmt) -> bool:
 
 def exercise_number(cells: list[dict]) -> str:
     """Which exercise a notebook belongs to: the number that most of its grade_ids begin with."""
-    names = [str(cell["grading"].get("grade_id", "")) for cell in cells]
-    numbers = [match[0] for name in names if (match := re.match(r"\d\d(?=-)", name))]
+    names = [name for cell in cells if type(name := cell["grading"].get("grade_id")) is str]
+    numbers = [match[0] for name in names if (match := re.match(r"[0-9]{2}(?=-)", name))]
     if not numbers:
         raise BadNotebook(
             "no cell has a grade_id: it is not one of the course's exercises, or the program that "
             "saved it has removed the metadata of its cells"
         )
-    return max(set(numbers), key=numbers.count)
+    return Counter(numbers).most_common(1)[0][0]
 
 
 def take(cells: list[dict], exercise: Exercise) -> Submission:
@@ -174,7 +176,8 @@ def take(cells: list[dict], exercise: Exercise) -> Submission:
     for name in wanted - set(found.cells) - set(found.problems):
         why = f"there is no cell with the grade_id {name}: was it deleted?"
         found.problems[name] = "missing_cell", why
-    present = {str(cell["grading"].get("grade_id")) for cell in cells}
+    ids = [cell["grading"].get("grade_id") for cell in cells]
+    present = {name for name in ids if type(name) is str}
     found.notes += [
         f"tampered: {name} is missing" for name in exercise.locked if name not in present
     ]
@@ -184,7 +187,7 @@ def take(cells: list[dict], exercise: Exercise) -> Submission:
 def _note_changes(name: str, cell: dict, exercise: Exercise, notes: list[str]) -> None:
     kind, points, source = exercise.locked[name]
     if cell["type"] != kind:
-        notes.append(f"tampered: {name} is a {str(cell['type'])[:20]} cell now")
+        notes.append(f"tampered: {name} is a {one_line(cell['type'], 20)} cell now")
     if cell["grading"].get("points") != points:
         notes.append(f"tampered: the points of {name} were changed")
     if cell["source"].strip() != source.strip():

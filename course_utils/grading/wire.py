@@ -42,7 +42,7 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
     if kind is str:
         # A lone surrogate could neither be printed nor sent.
         return value[:MAX_TEXT].encode("utf-8", "replace").decode()
-    if kind in (list, tuple):
+    if kind is list or kind is tuple:  # `in` would ask a student's metaclass
         return [_plain(item, depth - 1, left) for item in value[: MAX_NODES + 1]]
     if kind is dict:
         if not all(type(key) is str for key in value):
@@ -63,6 +63,12 @@ def _is_numpy(kind: type) -> bool:
     if numpy is None:
         return False
     return any(kind is own for own in (numpy.ndarray, *numpy.sctypeDict.values()))
+
+
+def one_line(text: str, length: int = 700) -> str:
+    """A student's text for people: no line breaks, control or invisible characters, not long."""
+    line = "".join(" " if letter.isspace() else letter for letter in text[:length])
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
 
 
 def pack(array: Any) -> str:
