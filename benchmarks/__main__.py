@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.common import BUSY, RESULTS
 
-NAMES = ("launch", "census", "sum", "scaling", "memory", "batch_size", "step")
+NAMES = ("launch", "census", "sum", "scaling", "memory", "batch_size", "step", "grading")
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
