@@ -572,6 +572,7 @@ def test_wrong_usage_is_said_in_words(work, capsys):
         "is no folder of results": ("report", "class"),
         "is no folder of results:": ("export", "none"),
         "no exercise 77": ("release", "--exercise", "77", "--out", "new"),
+        "no exercise 78": ("selftest", "--exercise", "78"),
         "required: COMMAND": (),
     }.items():
         assert said in fails(2, *words, capsys=capsys), words
@@ -589,6 +590,7 @@ def test_without_a_sandbox_it_refuses_and_says_what_to_do(work, capsys, monkeypa
         assert f"{name}: not installed" in said
         one = fails(3, "run", "class", "--sandbox", name, capsys=capsys)
         assert f"{name}: not installed" in one
+    assert "apt-get install bubblewrap" in fails(3, "selftest", capsys=capsys)
     assert not (work / "graded" / "results").exists()
 
 

@@ -158,7 +158,15 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "-j", "--jobs", type=_at_least_one, default=1, metavar="N", help="sandboxes at a time (1)"
     )
-    _sandbox(run)
+    where = run.add_mutually_exclusive_group()
+    _sandbox(where)
+    where.add_argument(
+        "--unsafe-local",
+        action="store_const",
+        dest="sandbox",
+        const="unsafe-local",
+        help="no sandbox: submissions may read and delete your files",
+    )
     run.add_argument(
         "--seed-file",
         type=Path,
@@ -204,8 +212,17 @@ def _parser() -> argparse.ArgumentParser:
         selftest,
         "prove that sandbox and tasks work on this machine",
         "",
-        "--sandbox bubblewrap",
+        "--exercise 04 --exercise 13",
+        "--sandbox bubblewrap --all",
     )
+    prove.add_argument(
+        "--exercise",
+        action="append",
+        default=[],
+        metavar="NN",
+        help="try its tasks (13); repeatable",
+    )
+    prove.add_argument("--all", action="store_true", help="try every exercise: many minutes")
     _sandbox(prove)
     return parser
 
@@ -220,12 +237,9 @@ def _exercise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exercise", metavar="NN", help=text)
 
 
-def _sandbox(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
+def _sandbox(parser: argparse._ActionsContainer) -> None:
     text = f"{', '.join(_SANDBOXES)} (default: the first that works)"
-    which.add_argument("--sandbox", choices=_SANDBOXES, metavar="NAME", help=text)
-    text = "no sandbox: submissions may read and delete your files"
-    which.add_argument("--unsafe-local", action="store_true", help=text)
+    parser.add_argument("--sandbox", choices=_SANDBOXES, default="auto", metavar="NAME", help=text)
 
 
 def _at_least_one(word: str) -> int:
@@ -268,7 +282,7 @@ def _run(arguments: argparse.Namespace) -> int:
     rules = _rules(arguments)
     _must_be_free(out, arguments.paths)
     console = _console()
-    with find_sandbox(_kind(arguments)) as sandbox:
+    with find_sandbox(arguments.sandbox) as sandbox:
         handed = _handed(arguments, out / "submissions")
         exercise = arguments.exercise or _common(handed)
         _must_be_the_same(out, exercise)
@@ -328,14 +342,11 @@ def selftest(arguments: argparse.Namespace) -> int:
     """Prove on this machine that sandbox and tasks work; returns the exit code."""
     from course_utils.grading.selftest import selftest as prove
 
+    arguments.exercise = [_number(word) for word in arguments.exercise]
     return prove(arguments)
 
 
 # --- what a run needs -------------------------------------------------------------------------
-
-
-def _kind(arguments: argparse.Namespace) -> str:
-    return "unsafe-local" if arguments.unsafe_local else arguments.sandbox or "auto"
 
 
 def _number(word: str) -> str:
