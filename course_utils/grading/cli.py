@@ -272,6 +272,7 @@ def _collect(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out} is not empty: choose another --out")
+    _must_be_free(out, arguments.paths)
     handed = _handed(arguments, out)
     _say(f"{_many(len(handed), 'notebook')} in {out}, named after the students.")
     return DONE
@@ -394,10 +395,12 @@ def _exercises() -> set[str]:
 
 
 def _must_be_free(out: Path, paths: list[Path]) -> None:
-    """Raise UsageError when results would be taken for submissions."""
+    """Raise UsageError when what is written would be taken for submissions the next time."""
     for path in paths:
         if out.resolve().is_relative_to(path.resolve()):
-            raise UsageError(f"--out {out} lies in {path}, which is graded: choose another folder")
+            raise UsageError(
+                f"--out {out} lies in {path}, with the submissions: choose another folder"
+            )
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file: choose a folder")
 

@@ -28,8 +28,8 @@ Install the course as its README says; the exercises import `course_utils`. Chec
   own cells before it. So put imports and helper functions into the cell that uses them.
 * In these cells there is only Python: no `!command`, no `%magic`.
 * Do not delete, copy or split cells, and leave the `check` cells as they are.
-* Printing is fine, and so are warnings. An answer that takes minutes, or asks for user input, is
-  stopped.
+* Printing is fine, and so are warnings. An answer that takes minutes is stopped, and nobody is
+  there to type an `input()`.
 
 ## How to hand in
 
