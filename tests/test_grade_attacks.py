@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -30,7 +31,7 @@ import pytest
 from course_utils.grading import Finding, Task, Wrong, all_tasks, get_task
 from course_utils.grading import sandbox as sandbox_module
 from course_utils.grading import tasks as tasks_module
-from course_utils.grading.marking import Handed, Rules, mark_file, mark_submission
+from course_utils.grading.marking import Handed, Rules, mark_class, mark_file, mark_submission
 from course_utils.grading.sandbox import Box, Bubblewrap, Limits, MiB
 from course_utils.grading.submission import Exercise, Submission, read_exercise
 from course_utils.grading.wire import one_line
@@ -793,15 +794,15 @@ def probe(inputs):
         sizes[folder] = 0
         try:
             for number in range(1000):
-                with open(f"{{folder}}/{name}-{{number}}", "wb") as file:
+                with open(f"{{folder}}/{name}-{{inputs}}-{{number}}", "wb") as file:
                     for _ in range(16):
                         sizes[folder] += file.write(b"x" * 2**20)
         except OSError as error:
             sizes[folder + " why"] = error.strerror
     return sizes
 """
-    for _ in range(2):  # the second time, too, there is all the room
-        sizes = probe(box, source)
+    for time in range(2):  # the second time, too, there is all the room
+        sizes = probe(box, source, time)
         for folder in ("/tmp", "/dev/shm"):
             assert "No space" in sizes[folder + " why"]
             assert 12 * MiB < sizes[folder] <= LIMITS.disk
@@ -809,7 +810,7 @@ def probe(inputs):
 
 
 def test_memory_that_no_process_has(box):
-    """14: memfd, System V shared memory, a tmpfs in a namespace of one's own: refused."""
+    """14: memfd, System V shared memory, a tmpfs in a namespace of one's own, keys: refused."""
     source = """
 import ctypes, os, subprocess
 def probe(inputs):
@@ -820,13 +821,14 @@ def probe(inputs):
         "shm": lambda: libc.shmget(0, 2**30, 0o1600),
         "queue": lambda: libc.msgget(0, 0o1600),
         "namespaces": lambda: libc.unshare(0x10020000),
+        "keys": lambda: libc.syscall(inputs[os.uname().machine], 0, -3, 0),
     }.items():
         found[name] = call()
     found["mount"] = subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "x", "/tmp"],
                                     stderr=subprocess.DEVNULL).returncode
     return found
 """
-    seen = probe(box, source)
+    seen = probe(box, source, {"x86_64": 250, "aarch64": 219})
     assert seen.pop("mount") != 0
     assert set(seen.values()) == {-1}, seen
 
@@ -1041,6 +1043,44 @@ def test_why_is_one_short_line():
     text = one_line("\x1b[2J\r\n13-staleness\u202e 4/4\ud800" + "x" * 10**6)
     assert text.isprintable() and len(text) == 700 and "\n" not in text
     text.encode()
+
+
+def test_grader_that_fails_on_one(sandbox, course, tmp_path):
+    """An error of our own is a mark with a note, in a file, and the next run tries again."""
+    broken = tmp_path / "course"
+    shutil.copytree(course, broken)
+    data = notebook(BLANK)
+    data["cells"].append({"cell_type": "code", "metadata": {}, "source": "def (:"})
+    path = broken / "exercises" / BLANK.name
+    path.write_text(json.dumps(data))
+    handed, out = [Handed("a", SOLVED), Handed("b", SOLVED)], tmp_path / "out"
+    for found in mark_class(handed, out, sandbox, RULES, broken):
+        assert (found.status, found.score) == ("bad_notebook", 0)
+        assert "the grader failed" in found.notes[0] and "SyntaxError" in found.notes[0]
+    assert len(list(out.glob("*.json"))) == 2
+    shutil.copy(BLANK, path)
+    assert [m.score for m in mark_class(handed, out, sandbox, RULES, broken)] == [16, 16]
+
+
+def test_a_property_holds_for_all_inputs(box):
+    """An answer that is right for one of several inputs alone gets nothing for it."""
+    given = read_exercise("13", ROOT)
+    exercise = Exercise("13", (TASK,), given.trusted, {})
+    known = TASK.inputs(1)
+    others = (TASK.inputs(seed) for seed in range(2, 1000))
+    other = next(o for o in others if all(o[name] != known[name] for name in known))
+    rules = replace(RULES, extra={TASK.id: [other, known]})
+    source = (
+        RIGHT
+        + f"""
+right, known = staleness, {list(known.values())}
+def staleness(events):
+    return right(events) if [list(event) for event in events] in known else []
+"""
+    )
+    for cell, points in ((RIGHT, 4), (source, 0)):
+        [found] = mark_submission(Submission({TASK.id: cell}), exercise, rules, box)
+        assert found.score == points, found
 
 
 # --- rows 19 to 23: notebooks -------------------------------------------------------------------

@@ -136,11 +136,12 @@ def _dumpable(yes: bool) -> None:
 
 # By machine: the architecture's number in a filter, the calls that are refused, clone, prlimit64.
 # memfd_create, memfd_secret, shmget, msgget: memory that the watch over processes does not see;
-# unshare, clone3: new namespaces, and with them file systems in memory; io_uring_setup: calls
-# that no filter sees.
+# unshare, clone3: new namespaces, and with them file systems in memory; add_key, request_key,
+# keyctl: keys of whoever started the grader, which outlive a sandbox; io_uring_setup: calls that
+# no filter sees.
 _CALLS = {
-    "x86_64": (0xC000003E, (319, 447, 29, 68, 272, 435, 425), 56, 302),
-    "aarch64": (0xC00000B7, (279, 447, 194, 186, 97, 435, 425), 220, 261),
+    "x86_64": (0xC000003E, (319, 447, 29, 68, 272, 435, 248, 249, 250, 425), 56, 302),
+    "aarch64": (0xC00000B7, (279, 447, 194, 186, 97, 435, 217, 218, 219, 425), 220, 261),
 }
 
 
@@ -297,7 +298,8 @@ def _excerpt(error: BaseException) -> str:
         message = kind
     if isinstance(error, SyntaxError):
         line = str(error.text or "").strip()[:80]
-        if line[:1] in ("%", "!", "?") or line[-1:] == "?":
+        value = line.partition("=")[2].strip()
+        if line[:1] in ("%", "!", "?") or line[-1:] == "?" or value.startswith(("%", "!")):
             message = f"{line!r} is a command of notebooks; in a graded cell there is only Python"
         return f"line {error.lineno}: {message}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == STUDENT]

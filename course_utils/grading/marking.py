@@ -172,8 +172,10 @@ def _judge(task: Task, inputs: Any, answer: Answer) -> list[Finding]:
 
 def _both(before: list[Finding], now: list[Finding]) -> list[Finding]:
     """The findings of several inputs as one list: a property holds if it holds each time."""
-    if not before or len(before) != len(now):
-        return now if not before or len(now) < len(before) else before
+    if not before:
+        return now
+    if len(before) != len(now):  # the one that is worth less, whole
+        return min(before, now, key=lambda all: sum(f.points for f in all if f.passed))
     return [old if not old.passed else new for old, new in zip(before, now, strict=True)]
 
 
@@ -241,8 +243,9 @@ def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise) -> Mark:
     except SandboxError:
         raise
     except Exception as error:  # one notebook must not stop a class; the next run tries it again
-        notes = [f"the grader failed on this notebook, please report it: {error!r}"]
-        return Mark(one.student, one.path.name, exercise or "", "bad_notebook", [], notes, 0.0)
+        notes = [f"the grader failed on this notebook, please report it: {one_line(repr(error))}"]
+        mark = Mark(one.student, one.path.name, exercise or "", "bad_notebook", [], notes, 0.0)
+        key = ""
     mark.key = key
     _write(path, json.dumps(mark.as_json(), indent=1))
     return mark
