@@ -751,8 +751,8 @@ HANGS = {
 @pytest.mark.parametrize("name", HANGS)
 def test_hangs(small, name):
     """12, 13 and 15: a hang, a bomb of processes, endless output end at the limit of time."""
-    # The bombs may meet another limit first: pages that processes share count for each of them.
-    statuses = ("timeout", "memory") if "bomb" in name else ("timeout",)
+    # The threads' stacks meet the limit of memory first.
+    statuses = ("timeout", "memory") if name == "thread bomb" else ("timeout",)
     attack(small, f"def staleness(events):\n    {HANGS[name]}\n", *statuses)
 
 
@@ -784,6 +784,24 @@ def test_memory(box, name):
     assert psutil.Process().memory_info().rss < before + 100 * MiB
 
 
+def test_forks_share_their_memory(box):
+    """14: what a process has, and its forks only look at, counts once."""
+    source = """
+import os, time
+def probe(inputs):
+    kept = b"x" * (100 * 2**20)
+    children = []
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            time.sleep(1)
+            os._exit(len(kept) & 1)
+        children.append(child)
+    return [os.waitpid(child, 0)[1] for child in children]
+"""
+    assert probe(box, source) == [0] * 20
+
+
 def test_disk(box):
     """14: the folders that can be written are small, apart from the host's, and cleared."""
     name = "bomb" + secrets.token_hex(8)
@@ -801,8 +819,8 @@ def probe(inputs):
             sizes[folder + " why"] = error.strerror
     return sizes
 """
-    for time in range(2):  # the second time, too, there is all the room
-        sizes = probe(box, source, time)
+    for turn in range(2):  # the second time, too, there is all the room
+        sizes = probe(box, source, turn)
         for folder in ("/tmp", "/dev/shm"):
             assert "No space" in sizes[folder + " why"]
             assert 12 * MiB < sizes[folder] <= LIMITS.disk
@@ -1004,6 +1022,16 @@ def test_runner_that_does_not_read(small):
     assert mark(small, RIGHT).score == TASK.points
 
 
+def test_machine_without_memory(small, monkeypatch):
+    """14: whatever holds the memory, the sandbox ends before the machine does."""
+    assert sandbox_module.RESERVE < psutil.virtual_memory().total / 4
+    assert mark(small, RIGHT).score == TASK.points
+    monkeypatch.setattr(sandbox_module, "RESERVE", 2**60)
+    found = mark(small, RIGHT)
+    assert found.status == "memory" and "the machine" in found.why
+    assert small._process is None
+
+
 def test_sandbox_that_ends_between_tasks(small):
     """The next one starts by itself; only the task that met it is lost."""
     assert mark(small, RIGHT).score == TASK.points
@@ -1114,6 +1142,17 @@ def test_renamed_ids(sandbox, course, tmp_path):
     assert found.score == 6
 
 
+def test_many_copies_of_a_test_cell(sandbox, course, tmp_path):
+    """19: as many notes as somebody reads, not as many as a student can cause."""
+    data = notebook()
+    for number in range(1500):
+        copy = json.loads(json.dumps(graded(data, "13-diverge-test")))
+        copy["cell_type"] = f"kind {number}"
+        data["cells"].append(copy)
+    found = hand_in(data, tmp_path, sandbox, course)
+    assert found.score == 16 and len(found.notes) == 50
+
+
 def test_deleted_cells(sandbox, course, tmp_path):
     """20: a deleted test is run all the same; a deleted solution cell is 0."""
     data = notebook()
@@ -1146,13 +1185,9 @@ def metadata_of(value):
 
 
 def many_numbers():
-    """As many exercise numbers as two digits of any script can make."""
-    digits = [c for c in map(chr, range(sys.maxunicode)) if c.isdecimal()]
-    names = (f"{one}{two}-" for one in digits for two in digits)
-    cells = [
-        {"metadata": {"nbgrader": {"grade_id": n}}}
-        for n, _ in zip(names, range(10**5), strict=False)
-    ]
+    """Exercise numbers in the digits of all scripts."""
+    digits = [letter for letter in map(chr, range(128, sys.maxunicode)) if letter.isdecimal()]
+    cells = [{"metadata": {"nbgrader": {"grade_id": f"{one}3-staleness"}}} for one in digits]
     return json.dumps({"cells": cells}, ensure_ascii=False).encode()
 
 
@@ -1171,6 +1206,7 @@ UNREADABLE = {
     "an exercise that is not there": lambda: metadata_of({"nbgrader": {"grade_id": "99-x"}}),
     "a path": lambda: metadata_of({"nbgrader": {"grade_id": "../../13-staleness"}}),
     "digits of other scripts": many_numbers,
+    "two million cells": lambda: b'{"cells": [' + b"{}," * 2 * 10**6 + b"{}]}",
 }
 
 

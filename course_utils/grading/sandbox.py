@@ -30,6 +30,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 ANSWERS = ("tasks", "check.py", "task.py")
 _START = 120  # seconds for a sandbox to import a framework on a busy machine
 _MAX_LINE = 8 * MiB
+RESERVE = 256 * MiB  # of the machine's memory; with less, a sandbox is ended
 
 
 class SandboxError(RuntimeError):
@@ -60,7 +61,7 @@ class Limits:
             "RLIMIT_NPROC": self.processes,
             "RLIMIT_NOFILE": self.files,
             "RLIMIT_FSIZE": self.disk,
-            "RLIMIT_CORE": 0,
+            "RLIMIT_CORE": 1,  # byte; 0 would still start the machine's collector of cores
         }
 
 
@@ -433,8 +434,8 @@ class Box:
                 return b"", Answer("timeout", why=f"no answer within {seconds:g} s")
             if len(data) > _MAX_LINE:
                 return b"", Answer("bad_reply", why="the sandbox sent too much")
-            if self._memory() > self.limits.memory:
-                words = f"more than {self.limits.memory / MiB:,.0f} MiB of memory were in use"
+            words = self._memory_problem()
+            if words:
                 return b"", Answer("memory", why=words)
             ready, _, _ = select.select([pipe], [], [], min(left, 0.1))
             if ready:
@@ -446,20 +447,36 @@ class Box:
         self._rest = rest
         return line, None
 
-    def _memory(self) -> int:
-        """Bytes in the memory of all processes of the sandbox; what they share counts each time."""
+    def _memory_problem(self) -> str:
+        """Which limit of memory is passed; empty when none is."""
         import psutil
 
-        total = 0
+        if self._memory() > self.limits.memory:
+            return f"more than {self.limits.memory / MiB:,.0f} MiB of memory were in use"
+        # Some memory belongs to no process, as what waits in a socket. The machine must survive.
+        if psutil.virtual_memory().available < RESERVE:
+            return "the machine had no memory left while this ran: grade it again, alone"
+        return ""
+
+    def _memory(self) -> int:
+        """Bytes in the memory of all processes of the sandbox, without their libraries' files."""
+        import psutil
+
         try:
             root = psutil.Process(self._process.pid)
-            for process in [root, *root.children(recursive=True)]:
-                try:
-                    total += _own_memory(process)
-                except (psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
-                    continue
+            family = [root, *root.children(recursive=True)]
         except psutil.NoSuchProcess:
             return 0
+        # What a fork shares counts for both at first. Counting it once takes milliseconds each.
+        for read in (_resident, _proportional):
+            total = 0
+            for process in family:
+                try:
+                    total += read(process)
+                except (psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
+                    continue
+            if total <= self.limits.memory:
+                break
         return total
 
     def close(self) -> None:
@@ -496,13 +513,24 @@ class Box:
         self.close()
 
 
-def _own_memory(process) -> int:  # psutil.Process
-    """Resident bytes without those of the libraries' files, a GiB with some builds of torch."""
+def _resident(process) -> int:
+    """Bytes of a psutil.Process, without those of files: a GiB with some builds of torch."""
     if sys.platform != "linux":
         return process.memory_info().rss
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    own = [line.split()[1] for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
-    return sum(map(int, own)) * 1024
+    return _sum_of(Path(f"/proc/{process.pid}/status"), "RssAnon:", "RssShmem:")
+
+
+def _proportional(process) -> int:
+    """The same; a page that three processes share counts as a third in each."""
+    try:
+        return _sum_of(Path(f"/proc/{process.pid}/smaps_rollup"), "Pss_Anon:", "Pss_Shmem:")
+    except (PermissionError, FileNotFoundError):  # the runner, for a grader who is not root
+        return _resident(process)
+
+
+def _sum_of(path: Path, *names: str) -> int:
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return 1024 * sum(int(line[1]) for line in lines if line[0] in names)
 
 
 def _understood(said: dict) -> Answer:

@@ -19,6 +19,8 @@ from .wire import one_line
 
 MAX_BYTES = 20 * 2**20  # a notebook with pictures has a few MiB
 MAX_CELL = 200_000  # characters of one solution cell
+MAX_CELLS = 2_000
+MAX_NOTES = 50
 
 
 class BadNotebook(ValueError):
@@ -72,6 +74,8 @@ def cells_of(data: bytes) -> list[dict]:
         raise BadNotebook("the format is nbformat 3: open it in JupyterLab, save it, hand it in")
     if type(notebook.get("cells")) is not list:
         raise BadNotebook("the file is not a notebook: it has no cells")
+    if len(notebook["cells"]) > MAX_CELLS:
+        raise BadNotebook(f"the notebook has more than {MAX_CELLS:,} cells")
     return [_cell(cell) for cell in notebook["cells"] if type(cell) is dict]
 
 
@@ -181,6 +185,7 @@ def take(cells: list[dict], exercise: Exercise) -> Submission:
     found.notes += [
         f"tampered: {name} is missing" for name in exercise.locked if name not in present
     ]
+    found.notes = list(dict.fromkeys(found.notes))[:MAX_NOTES]
     return found
 
 
