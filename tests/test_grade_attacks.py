@@ -91,7 +91,7 @@ class WatchedBox(Box):
     def ask(self, request):
         if self._process is None:
             self._start()
-            (self.runner,) = psutil.Process(self._process.pid).children()
+            (self.runner,) = self._first
             self.namespace = os.readlink(f"/proc/{self.runner.pid}/ns/pid")
             assert self.namespace != os.readlink("/proc/self/ns/pid")
         start = time.monotonic()
@@ -784,22 +784,49 @@ def test_memory(box, name):
     assert psutil.Process().memory_info().rss < before + 100 * MiB
 
 
-def test_forks_share_their_memory(box):
-    """14: what a process has, and its forks only look at, counts once."""
+def test_fork_bomb_of_a_large_process(sandbox):
+    """13: many more processes than the watch can count in time: it ends them at the first look."""
+    line = "    kept = b'x' * (100 * 2**20)" + HANGS["fork bomb"]
+    with sandbox.box((), Limits(seconds=4, memory=1024 * MiB, processes=1024)) as box:
+        attack(box, f"def staleness(events):\n{line}\n", "crash", "memory")
+
+
+def test_many_processes(box):
+    """13: more processes than any task needs end the sandbox."""
     source = """
 import os, time
 def probe(inputs):
-    kept = b"x" * (100 * 2**20)
+    for _ in range(inputs):
+        if os.fork() == 0:
+            break
+    time.sleep(1)
+    return 1
+"""
+    few = replace(LIMITS, forks=20)
+    with box.sandbox.box((), few) as watched:
+        assert probe(watched, source, 15) == 1
+        with pytest.raises(AssertionError, match="more than 20 processes"):
+            probe(watched, source, 40)
+
+
+def test_forks_share_their_memory(box):
+    """14: what a process has had from the warm runner counts once, not in each of its forks."""
+    source = """
+import os, time
+def probe(inputs):
     children = []
-    for _ in range(20):
+    for _ in range(40):
         child = os.fork()
         if child == 0:
             time.sleep(1)
-            os._exit(len(kept) & 1)
+            os._exit(0)
         children.append(child)
     return [os.waitpid(child, 0)[1] for child in children]
 """
-    assert probe(box, source) == [0] * 20
+    # As much as two thirds of the forks would have, were all of it their own.
+    warm = sandbox_module._resident(mark(box, RIGHT) and box._first[0])
+    with box.sandbox.box((), replace(LIMITS, memory=27 * warm)) as tight:
+        assert probe(tight, source) == [0] * 40
 
 
 def test_disk(box):

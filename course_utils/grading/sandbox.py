@@ -46,6 +46,7 @@ class Limits:
     processes   processes and threads at the same time (the ranks of a TensorFlow task need most)
     files       open files of a process
     disk        bytes in each of /tmp and /dev/shm
+    forks       processes at the same time; a sandbox with more is ended, before nobody can act
     """
 
     seconds: float = 90.0
@@ -53,6 +54,7 @@ class Limits:
     processes: int = 1024
     files: int = 1024
     disk: int = 256 * MiB
+    forks: int = 64
 
     def of_a_process(self) -> dict[str, int]:
         """The limits that the kernel enforces for each process, by their names in `resource`."""
@@ -366,6 +368,7 @@ class Box:
     limits: Limits
     _process: subprocess.Popen | None = field(default=None, repr=False)
     _rest: bytes = b""
+    _first: list = field(default_factory=list, repr=False)
 
     def ask(self, request: dict) -> Answer:
         """Run one task. Never raises for what the student's code does.
@@ -386,6 +389,8 @@ class Box:
         return _understood(said)
 
     def _start(self) -> None:
+        import psutil
+
         settings = {"preload": self.preload, "limits": self.limits.of_a_process()}
         settings["filter"] = self.sandbox.filters
         program = ["-P", "/box/_box.py", json.dumps(settings)]
@@ -400,7 +405,7 @@ class Box:
             bufsize=0,
         )
         os.set_blocking(self._process.stdin.fileno(), False)
-        self._rest = b""
+        self._rest, self._first = b"", []
         line, problem = self._line(_START)
         said = json.loads(line) if line.startswith(b"{") else {}
         if problem or not said.get("ready"):
@@ -410,6 +415,7 @@ class Box:
             raise SandboxError(
                 f"{self.sandbox.name} did not start: {words or (problem and problem.why)}"
             )
+        self._first = psutil.Process(self._process.pid).children()
 
     def _send(self, data: bytes) -> Answer | None:
         """Give the runner a request; what stopped it, when it does not take all of it."""
@@ -434,9 +440,9 @@ class Box:
                 return b"", Answer("timeout", why=f"no answer within {seconds:g} s")
             if len(data) > _MAX_LINE:
                 return b"", Answer("bad_reply", why="the sandbox sent too much")
-            words = self._memory_problem()
-            if words:
-                return b"", Answer("memory", why=words)
+            problem = self._too_much()
+            if problem:
+                return b"", problem
             ready, _, _ = select.select([pipe], [], [], min(left, 0.1))
             if ready:
                 chunk = os.read(pipe, 1 << 16)
@@ -447,37 +453,42 @@ class Box:
         self._rest = rest
         return line, None
 
-    def _memory_problem(self) -> str:
-        """Which limit of memory is passed; empty when none is."""
-        import psutil
-
-        if self._memory() > self.limits.memory:
-            return f"more than {self.limits.memory / MiB:,.0f} MiB of memory were in use"
-        # Some memory belongs to no process, as what waits in a socket. The machine must survive.
-        if psutil.virtual_memory().available < RESERVE:
-            return "the machine had no memory left while this ran: grade it again, alone"
-        return ""
-
-    def _memory(self) -> int:
-        """Bytes in the memory of all processes of the sandbox, without their libraries' files."""
+    def _too_much(self) -> Answer | None:
+        """Which limit of all processes together is passed, if any."""
         import psutil
 
         try:
             root = psutil.Process(self._process.pid)
             family = [root, *root.children(recursive=True)]
         except psutil.NoSuchProcess:
-            return 0
-        # What a fork shares counts for both at first. Counting it once takes milliseconds each.
-        for read in (_resident, _proportional):
-            total = 0
-            for process in family:
-                try:
-                    total += read(process)
-                except (psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
-                    continue
-            if total <= self.limits.memory:
-                break
-        return total
+            return None
+        if len(family) > self.limits.forks:
+            return Answer("crash", why=f"more than {self.limits.forks} processes were running")
+        if self._memory(family) > self.limits.memory:
+            words = f"more than {self.limits.memory / MiB:,.0f} MiB of memory were in use"
+            return Answer("memory", why=words)
+        # Some memory belongs to no process, as what waits in a socket. The machine must survive.
+        if psutil.virtual_memory().available < RESERVE:
+            words = "the machine had no memory left while this ran: grade it again, alone"
+            return Answer("memory", why=words)
+        return None
+
+    def _memory(self, family: list) -> int:
+        """Bytes in the memory of these processes together, without their libraries' files.
+
+        What each has had from the warm runner counts once. (The kernel's own count of shared
+        pages waits for a process that forks without end.)
+        """
+        import psutil
+
+        def of(process) -> int:
+            try:
+                return _resident(process)
+            except (psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
+                return 0
+
+        warm = sum(map(of, self._first))
+        return warm + sum(max(0, of(process) - warm) for process in family)
 
     def close(self) -> None:
         """End every process of the sandbox."""
@@ -486,12 +497,17 @@ class Box:
         if self._process is None:
             return
         process, self._process = self._process, None
+        # The first process of a PID namespace takes all others with it, however many they are.
+        for one in self._first:
+            try:
+                one.kill()
+            except psutil.NoSuchProcess:
+                continue
         try:
             family = psutil.Process(process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             family = []
-        # The first process of a PID namespace takes all others with it. A container's is not
-        # among the family: it ends when this pipe does.
+        # A container's processes are not among the family: they end when this pipe does.
         process.stdin.close()
         for one in family:
             try:
@@ -517,20 +533,9 @@ def _resident(process) -> int:
     """Bytes of a psutil.Process, without those of files: a GiB with some builds of torch."""
     if sys.platform != "linux":
         return process.memory_info().rss
-    return _sum_of(Path(f"/proc/{process.pid}/status"), "RssAnon:", "RssShmem:")
-
-
-def _proportional(process) -> int:
-    """The same; a page that three processes share counts as a third in each."""
-    try:
-        return _sum_of(Path(f"/proc/{process.pid}/smaps_rollup"), "Pss_Anon:", "Pss_Shmem:")
-    except (PermissionError, FileNotFoundError):  # the runner, for a grader who is not root
-        return _resident(process)
-
-
-def _sum_of(path: Path, *names: str) -> int:
-    lines = [line.split() for line in path.read_text().splitlines()]
-    return 1024 * sum(int(line[1]) for line in lines if line[0] in names)
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    own = [line.split()[1] for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
+    return 1024 * sum(map(int, own))
 
 
 def _understood(said: dict) -> Answer:
