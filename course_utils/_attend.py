@@ -220,7 +220,8 @@ class Launch:
             if self._all_ended():
                 break
             force()
-        for rank, control, output in zip(self.ranks, self.controls, self.outputs, strict=True):
+        # Where the ranks did not even start, there is nothing to read.
+        for rank, control, output in zip(self.ranks, self.controls, self.outputs, strict=False):
             while data := read_some(output):
                 rank.show(data)
             if rank.rest:

@@ -24,6 +24,7 @@ from typing import Any
 
 PATIENCE = 5.0  # seconds until what should end by itself is ended
 IMPORT_TIMEOUT = 180.0  # seconds for a framework on a slow disk
+ANSWER_TIMEOUT = 60.0  # seconds for a fork server that lives; with hundreds of others it is late
 # Read when a framework is imported: another value needs another fork server.
 READ_AT_IMPORT = ("TF_", "KERAS_", "TORCH", "PYTORCH_", "PYTHON", "MALLOC_", "GLIBC_", "LD_")
 
@@ -159,7 +160,7 @@ class ForkServer:
             selector.select(IMPORT_TIMEOUT)
         if ctrl_c.pressed:
             raise KeyboardInterrupt
-        answer = self._next_message()
+        answer = self._next_message(ctrl_c)
         if "error" in answer:
             raise RuntimeError(
                 f"The process that ranks are forked from could not import {self.framework}. "
@@ -182,7 +183,7 @@ class ForkServer:
         finally:
             for fd in theirs:
                 os.close(fd)
-        return self._next_message()["pids"], controls, outputs
+        return self._next_message(ctrl_c)["pids"], controls, outputs
 
     def ended(self) -> Iterator[tuple[int, int]]:
         """(rank, exit code) of the ranks that have ended since the last call."""
@@ -211,16 +212,25 @@ class ForkServer:
         self.log.close()
 
     def _order(self, **order: Any) -> None:
+        if self.gone:
+            return
         with contextlib.suppress(ConnectionError):  # gone, and its ranks with it
             self.link.sendall(json.dumps(order).encode() + b"\n")
 
-    def _next_message(self) -> dict[str, Any]:
-        until = time.monotonic() + PATIENCE
-        while not self.messages and time.monotonic() < until:
+    def _next_message(self, ctrl_c: CtrlC) -> dict[str, Any]:
+        start = time.monotonic()
+        while not self.messages and time.monotonic() < start + ANSWER_TIMEOUT:
             self._receive(1.0)
+            # Mostly the answer comes at once, and whoever asked ends the ranks that it names.
+            if ctrl_c.pressed and time.monotonic() > start + PATIENCE:
+                self.close()
+                raise KeyboardInterrupt
         if not self.messages:
             self.close()
-            raise RuntimeError("the process that ranks are forked from does not answer")
+            raise RuntimeError(
+                "The process that ranks are forked from has not answered for "
+                f"{ANSWER_TIMEOUT:g} s and is ended. When the machine has less to do, run the cell again."
+            )
         return self.messages.popleft()
 
     def _receive(self, wait: float) -> None:

@@ -121,6 +121,29 @@ def test_a_variable_that_torch_reads_at_import_asks_for_a_new_server(monkeypatch
     assert not crew.serves_us()
 
 
+def test_a_server_that_does_not_answer_is_named_and_replaced(monkeypatch):
+    """As on a machine with hundreds of other processes, where its answer came too late."""
+    launch(os.getppid, 1)
+    server = psutil.Process(_crew.CREWS["torch"].process.pid)
+    monkeypatch.setattr(_crew, "ANSWER_TIMEOUT", 1.0)
+    server.suspend()
+    with pytest.raises(RuntimeError, match="has not answered for 1 s .* run the cell again"):
+        launch(os.getppid, 2)
+    assert not server.is_running()
+    monkeypatch.undo()
+    assert launch(lambda: os.environ["RANK"], 2) == ["0", "1"]
+
+
+def test_ctrl_c_is_heard_while_a_server_does_not_answer(monkeypatch):
+    launch(os.getppid, 1)
+    server = psutil.Process(_crew.CREWS["torch"].process.pid)
+    monkeypatch.setattr(_crew, "PATIENCE", 0.5)
+    server.suspend()
+    with pytest.raises(KeyboardInterrupt), ctrl_c_after(0.2):
+        launch(os.getppid, 2, timeout=30)
+    assert not server.is_running()
+
+
 def test_output_has_the_rank_before_each_line(capsys):
     def talk():
         rank = int(os.environ["RANK"])
