@@ -228,8 +228,8 @@ class ForkServer:
         if not self.messages:
             self.close()
             raise RuntimeError(
-                "The process that ranks are forked from has not answered for "
-                f"{ANSWER_TIMEOUT:g} s and is ended. When the machine has less to do, run the cell again."
+                f"The process that ranks are forked from has not answered for {ANSWER_TIMEOUT:g} s "
+                "and is ended. When the machine has less to do, run the cell again."
             )
         return self.messages.popleft()
 

@@ -112,10 +112,7 @@ class WatchedSandbox(Bubblewrap):
 
 
 @pytest.fixture(scope="module")
-def sandbox():
-    problem = Bubblewrap.problem()
-    if problem:
-        pytest.fail(f"these tests need bubblewrap, and it is no use to leave them out: {problem}")
+def sandbox(bubblewrap):
     # It must not travel into the sandbox with the environment.
     os.environ["COURSE_CANARY"] = CANARY
     with WatchedSandbox() as sandbox:
@@ -211,6 +208,18 @@ def tree():
 
 
 # --- rows 1 to 5: honest work, and values that pretend ------------------------------------------
+
+
+def test_a_killed_grader_leaves_no_folder_for_ever(monkeypatch, tmp_path):
+    """Its folder goes when the next one starts; that of a grader at work stays."""
+    monkeypatch.setattr(sandbox_module.tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    old, mine = (tmp_path / f"course-box-{pid}-x" for pid in (ended.pid, os.getpid()))
+    old.mkdir()
+    mine.mkdir()
+    with sandbox_module.stage():
+        assert not old.exists() and mine.exists()
 
 
 def test_reference(sandbox, course, tmp_path):

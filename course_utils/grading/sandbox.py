@@ -81,7 +81,11 @@ class Answer:
 
 def stage() -> tempfile.TemporaryDirectory:
     """A folder with what may enter a sandbox: the package without answers, and the runner."""
-    folder = tempfile.TemporaryDirectory(prefix="course-box-")
+    for old in Path(tempfile.gettempdir()).glob("course-box-*-*"):
+        owner = old.name.split("-")[2]  # one that was killed could not clean up
+        if owner.isdigit() and not _lives(int(owner)):
+            shutil.rmtree(old, ignore_errors=True)
+    folder = tempfile.TemporaryDirectory(prefix=f"course-box-{os.getpid()}-")
     root = Path(folder.name)
     ignore = shutil.ignore_patterns("__pycache__", *ANSWERS)
     shutil.copytree(PACKAGE, root / "course_utils", ignore=ignore)
@@ -95,6 +99,12 @@ def stage() -> tempfile.TemporaryDirectory:
     for path in [root, *root.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
     return folder
+
+
+def _lives(pid: int) -> bool:
+    import psutil
+
+    return psutil.pid_exists(pid)
 
 
 def find_sandbox(kind: str = "auto") -> Sandbox:
