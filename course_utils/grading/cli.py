@@ -481,9 +481,13 @@ def _note_run(
     arguments: argparse.Namespace,
 ) -> None:
     """Write OUT/run.json: what is graded, with what; never the secret."""
+    names = [result_name(one) for one in handed]
+    if (out / "run.json").exists():  # late submissions join the others
+        before = json.loads((out / "run.json").read_text())["results"]
+        names += [name for name in before if name not in names]
     said = {
         "exercise": exercise,
-        "results": [result_name(one) for one in handed],
+        "results": names,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "course": _course_version(),
         "sandbox": sandbox,
@@ -518,7 +522,7 @@ def _course_version() -> dict[str, str | None]:
 
 
 def _marks(out: Path) -> tuple[list[Mark], int]:
-    """The marks of the latest run in `out`, and how many are still missing."""
+    """The marks of all runs into `out`, and how many are still missing."""
     if not (out / "run.json").is_file():
         raise UsageError(f"{out} is no folder of results: first course-grade run … --out {out}")
     marks, missing = [], 0

@@ -29,10 +29,11 @@ _TOO_LARGE = bytes(MAX_BYTES + 1)  # what grades it says that it is too large
 _NOTEBOOKS = (".ipynb", ".ipynb.txt", ".ipynb.json")  # some browsers add an ending
 _WRAPPERS = ("submitted", "submissions", "downloaded", "extracted")
 _DATE = r"\d{4}(?:-\d\d){5}"
-# How platforms name what a student handed in: a folder, or the beginning of a file's name.
+# How platforms name what a student handed in: a folder, or the beginning of a file's name. The
+# first match counts: what follows it is the student's own file name, which may look like another.
 _PLATFORMS = {
-    "Moodle": re.compile(r"(?P<name>.+)_(?P<id>\d+)_assignsubmission_[a-z]+(?:_.*)?"),
-    "Blackboard": re.compile(rf"(?:.*_)?(?P<name>[^_]+)_attempt_(?P<when>{_DATE})(?:[_.].*)?"),
+    "Moodle": re.compile(r"(?P<name>.+?)_(?P<id>\d+)_assignsubmission_[a-z]+(?:_.*)?"),
+    "Blackboard": re.compile(rf"(?:.*?_)?(?P<name>[^_]+)_attempt_(?P<when>{_DATE})(?:[_.].*)?"),
     "Brightspace": re.compile(
         r"(?P<id>\d+-\d+) - (?P<name>.+?) - (?P<when>\w+\.? \d+, \d{4} \d{3,4} [AP]M)(?: - .*)?"
     ),

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .sandbox import Answer, Box, Limits, Sandbox, SandboxError
+from .sandbox import NO_MEMORY_LEFT, PACKAGE, Answer, Box, Limits, Sandbox, SandboxError
 from .submission import (
     BadNotebook,
     Exercise,
@@ -233,13 +233,13 @@ def mark_class(
 
 
 def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise) -> Mark:
-    key, path = _key(one, rules, exercise), out / f"{result_name(one)}.json"
-    if path.exists():
-        before = json.loads(path.read_text())
-        if before["key"] == key:
-            return Mark.from_json(before)
+    key, path = _key(one, rules, course, exercise), out / f"{result_name(one)}.json"
+    if before := _before(path, key):
+        return before
     try:
         mark = mark_file(one, sandbox, rules, course, exercise)
+        if any(task.why == NO_MEMORY_LEFT for task in mark.tasks):
+            key = ""  # perhaps another's fault
     except SandboxError:
         raise
     except Exception as error:  # one notebook must not stop a class; the next run tries it again
@@ -279,10 +279,17 @@ def result_name(one: Handed) -> str:
     return f"{safe}-{hashlib.sha256(one.student.encode('utf-8', 'replace')).hexdigest()[:8]}"
 
 
-def _key(one: Handed, rules: Rules, exercise: str | None) -> str:
-    """Changes whenever a mark might: with the notebook, the rules, or the course's tasks."""
-    from . import tasks
+def _before(path: Path, key: str) -> Mark | None:
+    """The mark in a result file that was made in the same way; a damaged file holds none."""
+    try:
+        data = json.loads(path.read_text())
+        return Mark.from_json(data) if data["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
+
+def _key(one: Handed, rules: Rules, course: Path, exercise: str | None) -> str:
+    """Changes whenever a mark might: with the notebook, the rules, the exercises, or this code."""
     digest = hashlib.sha256()
     try:
         with one.path.open("rb") as file:  # of any size
@@ -290,7 +297,8 @@ def _key(one: Handed, rules: Rules, exercise: str | None) -> str:
     except OSError as error:
         digest.update(str(error).encode())
     digest.update(json.dumps([rules.secret, asdict(rules.limits), rules.extra, exercise]).encode())
-    for path in sorted(Path(tasks.__file__).parent.glob("*.py")):
+    made_of = [*PACKAGE.rglob("*.py"), *(course / "exercises").glob("*.ipynb")]
+    for path in sorted(made_of):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -31,6 +31,7 @@ ANSWERS = ("tasks", "check.py", "task.py")
 _START = 120  # seconds for a sandbox to import a framework on a busy machine
 _MAX_LINE = 8 * MiB
 RESERVE = 256 * MiB  # of the machine's memory; with less, a sandbox is ended
+NO_MEMORY_LEFT = "the machine had no memory left while this ran: run it again, with -j 1"
 
 
 class SandboxError(RuntimeError):
@@ -196,11 +197,14 @@ class Bubblewrap(Sandbox):
             return "not installed (Debian, Ubuntu: sudo apt-get install bubblewrap)"
         if os.getuid() == 0 and not shutil.which("setpriv"):
             return "it needs setpriv (of util-linux) when it is started by root"
-        test = ["bwrap", *_NAMESPACES, *_user(), "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+        test = ["bwrap", *_NAMESPACES, *_user(), "--ro-bind", "/", "/", "--proc", "/proc"]
+        test += ["--perms", "1777", "--size", "4096", "--tmpfs", "/tmp", "--clearenv", "true"]
         done = subprocess.run(test, capture_output=True, text=True, timeout=20)
         if done.returncode == 0:
             return ""
         said = (done.stderr.strip().splitlines() or ["(no word)"])[-1]
+        if "nknown option" in done.stderr:
+            return f"it is too old ({said}): version 0.8 or later is needed"
         return (
             f"it cannot make its namespaces here ({said}). Inside a container the container must "
             "allow them; on Ubuntu 24.04 and later an AppArmor profile must: "
@@ -387,7 +391,7 @@ class Box:
         cells up to this task's), functions, run (source of the task's `run`), run_name, inputs.
         """
         if self._process is None:
-            self._start()
+            self._start_patiently()
         problem = self._send(json.dumps(request).encode() + b"\n")
         line, problem = (b"", problem) if problem else self._line(self.limits.seconds)
         if problem:
@@ -397,6 +401,17 @@ class Box:
         if said["last"]:  # something of this task could not be cleared away
             self.close()
         return _understood(said)
+
+    def _start_patiently(self) -> None:
+        """Start; when that fails, twice more: another submission may have taken the machine."""
+        for pause in (2, 10):
+            try:
+                return self._start()
+            except SandboxError as error:
+                if type(error) is not SandboxError:  # told to stop
+                    raise
+                time.sleep(pause)
+        self._start()
 
     def _start(self) -> None:
         import psutil
@@ -479,8 +494,7 @@ class Box:
             return Answer("memory", why=words)
         # Some memory belongs to no process, as what waits in a socket. The machine must survive.
         if psutil.virtual_memory().available < RESERVE:
-            words = "the machine had no memory left while this ran: grade it again, alone"
-            return Answer("memory", why=words)
+            return Answer("memory", why=NO_MEMORY_LEFT)
         return None
 
     def _memory(self, family: list) -> int:

@@ -22,7 +22,7 @@ from .submission import Exercise, Submission, load, read_exercise, take
 
 COURSE = Path(__file__).resolve().parents[2]
 _RUN = "def run(student, inputs):\n    return student.probe(inputs)\n"
-_SHORT = Limits(seconds=5, memory=1024 * MiB, processes=64)
+_SHORT = Limits(seconds=5, memory=1024 * MiB, processes=48)
 
 
 @dataclass(frozen=True)
