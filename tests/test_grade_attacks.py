@@ -222,6 +222,26 @@ def test_a_killed_grader_leaves_no_folder_for_ever(monkeypatch, tmp_path):
         assert not old.exists() and mine.exists()
 
 
+@pytest.mark.parametrize("kind", [sandbox_module.Podman, sandbox_module.Docker])
+def test_container_command(kind):
+    """No container engine runs here; what it would be told is looked at, word by word."""
+    with kind() as one:
+        command = one.command(LIMITS, ["-P", "/box/_box.py", "{}"])
+        volumes = [command[at + 1] for at, word in enumerate(command) if word == "--volume"]
+        assert volumes == [f"{one.root}:/box:ro"], "nothing of the course is mounted"
+    assert command[:2] == [kind.name, "run"]
+    assert command[-4:] == [kind.image, "-P", "/box/_box.py", "{}"]
+    words = " ".join(command)
+    for wanted in (
+        "--rm", "--network none", "--read-only", "--user 61000:61000", "--cap-drop ALL",
+        "--security-opt no-new-privileges", f"--pids-limit {LIMITS.processes}",
+        f"--memory={LIMITS.memory}", f"--memory-swap={LIMITS.memory}",
+        f"--shm-size {LIMITS.disk}", "CUDA_VISIBLE_DEVICES=",
+    ):  # fmt: skip
+        assert f" {wanted} " in f"{words} ", wanted
+    assert "--privileged" not in words and "--gpus" not in words
+
+
 def test_reference(sandbox, course, tmp_path):
     """1: exactly all points, three times the same."""
     marks = [hand_in(SOLVED.read_bytes(), tmp_path, sandbox, course) for _ in range(3)]

@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NN",
-        help="try its tasks (13); repeatable",
+        help="try its tasks (04 and 13); repeatable",
     )
     prove.add_argument("--all", action="store_true", help="try every exercise: many minutes")
     _sandbox(prove)

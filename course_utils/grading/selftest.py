@@ -212,15 +212,15 @@ def try_exercise(exercise: Exercise, course: Path, rules: Rules, box: Box) -> It
 def selftest(arguments: Any) -> int:
     """Print what holds; 0 when all does, 1 otherwise.
 
-    arguments: `sandbox` (a name or "auto"), `exercise` (numbers; the default is 13, which needs
-    no framework), `all` (every exercise: many minutes).
+    arguments: `sandbox` (a name or "auto"), `exercise` (numbers; the default is 04,
+    with PyTorch and ranks, and 13, which needs no framework), `all` (every exercise: many minutes).
     """
     from rich.console import Console
     from rich.markup import escape
 
     console, failed, start = Console(highlight=False), 0, time.monotonic()
     numbers = sorted({path.name[:2] for path in (COURSE / "exercises").glob("[0-9]*.ipynb")})
-    numbers = numbers if arguments.all else arguments.exercise or ["13"]
+    numbers = numbers if arguments.all else arguments.exercise or ["04", "13"]
     with find_sandbox(arguments.sandbox) as sandbox:
         console.print(f"sandbox: {sandbox.name}")
 
