@@ -21,6 +21,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,8 @@ TASKS = Path(tasks_module.__file__).parent
 CANARY = "canary" + secrets.token_hex(16)
 LIMITS = Limits(seconds=3, memory=300 * MiB, processes=64, files=256, disk=16 * MiB)
 RULES = Rules(CANARY, LIMITS)
+# What /tmp of a sandbox holds at the start: the way to the libraries of a course that lives there.
+CLEAR = [path.parts[2] for path in sandbox_module._libraries() if path.parts[1] == "tmp"]
 SOLVED = ROOT / "solutions" / "13_parameter_server.ipynb"
 BLANK = ROOT / "exercises" / "13_parameter_server.ipynb"
 TASK = get_task("13-staleness")
@@ -1042,7 +1045,37 @@ def probe(inputs):
     return os.listdir("/tmp") + os.listdir("/dev/shm"), sys.path, os.environ.get("LD_PRELOAD")
 """
     files, path, preload = probe(box, look)
-    assert files == [] and path[0] == "/box" and "/tmp" not in path and preload is None
+    assert files == CLEAR and path[0] == "/box" and "/tmp" not in path and preload is None
+
+
+def test_a_course_that_lives_in_tmp(bubblewrap, monkeypatch):
+    """Its libraries are mounted where tasks write: what these leave goes, the libraries stay."""
+    with tempfile.TemporaryDirectory(prefix="course-", dir="/tmp") as folder:
+        library = Path(folder, "a", "lib")
+        library.mkdir(parents=True)
+        (library / "module.py").write_text("x = 1")
+        usual = sandbox_module._libraries()
+        monkeypatch.setattr(sandbox_module, "_libraries", lambda: [*usual, library])
+        leave = f"""
+import os
+def probe(inputs):
+    for place in ("/tmp", "/dev/shm", "{folder}", "{library}"):
+        try:
+            open(place + "/left", "w").close()
+        except OSError:
+            pass
+    return sorted(os.listdir("/tmp"))
+"""
+        with WatchedSandbox() as one, one.box((), LIMITS) as box:
+            first = probe(box, leave)
+            process = box._process
+            assert first == sorted(["left", Path(folder).name, *CLEAR])
+            assert probe(box, leave) == first, "what was left is gone, and made anew"
+            look = f"def probe(i): return open('{library}/module.py').read()"
+            assert probe(box, look) == "x = 1"
+            if os.getuid() == 0:  # others own the way to it, and may leave something there
+                assert box._process is process, "no sandbox was started in vain"
+        assert sorted(os.listdir(library)) == ["module.py"]
 
 
 def test_files_that_resist(box):
@@ -1063,7 +1096,7 @@ def probe(inputs):
 """
     probe(box, source)
     process = box._process
-    assert probe(box, "import os\ndef probe(i): return os.listdir('/tmp')") == []
+    assert probe(box, "import os\ndef probe(i): return os.listdir('/tmp')") == CLEAR
     assert box._process is process and (Path(box.sandbox.root) / "wire.py").stat().st_size > 1000
 
 
