@@ -34,6 +34,7 @@ from course_utils.grading import sandbox as sandbox_module
 from course_utils.grading import tasks as tasks_module
 from course_utils.grading.marking import Handed, Rules, mark_class, mark_file, mark_submission
 from course_utils.grading.sandbox import Box, Bubblewrap, Limits, MiB
+from course_utils.grading.selftest import solution_of
 from course_utils.grading.submission import Exercise, Submission, read_exercise
 from course_utils.grading.wire import one_line
 
@@ -52,17 +53,7 @@ SOLVED = ROOT / "solutions" / "13_parameter_server.ipynb"
 BLANK = ROOT / "exercises" / "13_parameter_server.ipynb"
 TASK = get_task("13-staleness")
 WRONG = TASK.wrong[0].source  # 0 points
-RIGHT = """
-def staleness(events):
-    version, seen, found = 0, {}, []
-    for kind, worker in events:
-        if kind == "pull":
-            seen[worker] = version
-        else:
-            found.append(version - seen[worker])
-            version += 1
-    return found
-"""
+RIGHT = solution_of(read_exercise("13", ROOT), ROOT).cells[TASK.id]
 
 
 # --- the watched sandbox ----------------------------------------------------------------------

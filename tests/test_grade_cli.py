@@ -103,7 +103,7 @@ PLATFORMS = {
         "submitted/jroe/exercise-13/13_parameter_server.ipynb": "jroe",
     },
     "nbgrader, one student": {"submitted/jdoe/exercise-13/13_parameter_server.ipynb": "jdoe"},
-    "folders": {"jane/x.ipynb": "jane", "jim/work/x.ipynb": "jim"},
+    "folders": {"jane/x.ipynb": "jane", "jim/mine/x.ipynb": "jim"},
     "files": {"jane.ipynb": "jane", "hw_2026_1121_jim.IPYNB": "hw_2026_1121_jim"},
     "files like canvas's": {
         "hw_2026_1121_jane.ipynb": "hw_2026_1121_jane",
