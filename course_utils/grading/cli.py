@@ -7,26 +7,27 @@ a fault of the grader itself, 2 wrong usage, 3 no sandbox, 130 stopped by Ctrl-C
 from __future__ import annotations
 
 import argparse
-import hashlib
+import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .collect import CollectError, find
-from .marking import Handed, Mark, Rules, _write, mark_class, result_name
+from .marking import Handed, Mark, Rules, code_digest, mark_class, result_name, write_whole
 from .release import ReleaseError, release
 from .report import shown
-from .sandbox import Limits, MiB, SandboxError, find_sandbox
-from .stopping import Stoppable
-from .submission import BadNotebook, exercise_number, load
+from .sandbox import Limits, MiB, Sandbox, SandboxError, find_sandbox
+from .submission import BadNotebook, exercise_files, exercise_number, load
+from .task import count
 from .tasks import all_tasks
 
 COURSE = Path(__file__).resolve().parents[2]
@@ -274,7 +275,7 @@ def _collect(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{out} is not empty: choose another --out")
     _must_be_free(out, arguments.paths)
     handed = _handed(arguments, out)
-    _say(f"{_many(len(handed), 'notebook')} in {out}, named after the students.")
+    _say(f"{count(len(handed), 'notebook')} in {out}, named after the students.")
     return DONE
 
 
@@ -289,20 +290,18 @@ def _run(arguments: argparse.Namespace) -> int:
         _must_be_the_same(out, exercise)
         rules = _with_secret(rules, arguments.seed_file, out)
         results = out / "results"
-        files = [results / f"{result_name(one)}.json" for one in handed]
+        files = [results / f"{result_name(one.student)}.json" for one in handed]
         before = {path: path.stat().st_mtime_ns for path in files if path.exists()}
         _note_run(out, exercise, sandbox.name, rules, handed, arguments)
-        crew = Stoppable(sandbox)
-        with _progress(len(handed), exercise) as one_more, crew.listening():
+        with _progress(len(handed), exercise) as advance, _stopping(sandbox):
             marks = mark_class(
-                handed, results, crew, rules, COURSE,
-                exercise=exercise, jobs=arguments.jobs, done=lambda mark: one_more(),
+                handed, results, sandbox, rules, COURSE,
+                exercise=exercise, jobs=arguments.jobs, done=advance,
             )  # fmt: skip
     _show(marks, console)
     kept = sum(path.stat().st_mtime_ns == time for path, time in before.items())
     if kept:
         _say(f"{kept} of {len(marks)} had been graded before, and were not run again.")
-    _say_missing(sum(not path.exists() for path in files))
     _say(f"Results: {results}. Next: course-grade report {out}, course-grade export {out}")
     return DONE
 
@@ -312,11 +311,11 @@ def _report(arguments: argparse.Namespace) -> int:
 
     marks, missing = _marks(arguments.out)
     _show(marks, _console())
-    _write(arguments.out / "report.html", report.html(marks))
+    write_whole(arguments.out / "report.html", report.html(marks))
     pages = arguments.out / "feedback"
     pages.mkdir(exist_ok=True)
     for mark in marks:
-        _write(pages / f"{_name(mark)}.html", report.feedback(mark))
+        write_whole(pages / f"{result_name(mark.student)}.html", report.feedback(mark))
     _say_missing(missing)
     _say(f"For you: {arguments.out / 'report.html'}. For each student: {pages}")
     return DONE
@@ -329,11 +328,11 @@ def _export(arguments: argparse.Namespace) -> int:
     _say_missing(missing)
     numbers = sorted({mark.exercise for mark in marks if mark.exercise})
     assignment = arguments.assignment or "-".join(("exercise", *numbers))
-    _write(arguments.out / "grades.csv", export.nbgrader_csv(marks, assignment))
+    write_whole(arguments.out / "grades.csv", export.nbgrader_csv(marks, assignment))
     for mark in marks:
-        folder = arguments.out / "gradescope" / _name(mark)
+        folder = arguments.out / "gradescope" / result_name(mark.student)
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "results.json", json.dumps(export.gradescope(mark), indent=1))
+        write_whole(folder / "results.json", json.dumps(export.gradescope(mark), indent=1))
     _say(f"nbgrader's columns: {arguments.out / 'grades.csv'}")
     _say(f"Gradescope, a folder for each student: {arguments.out / 'gradescope'}")
     return DONE
@@ -352,7 +351,7 @@ def selftest(arguments: argparse.Namespace) -> int:
 
 def _number(word: str) -> str:
     """ "2" and "02" are exercise 02; raises UsageError when the course has no such exercise."""
-    there = sorted(_exercises())
+    there = exercise_files(COURSE)
     if not there:
         raise UsageError("the exercises are not here: run it in a checkout of the course")
     if word.zfill(2) not in there:
@@ -382,16 +381,12 @@ def _common(handed: list[Handed]) -> str | None:
             found[exercise_number(load(one.path))] += 1
         except BadNotebook:
             continue
-    if len(found) == 1 and set(found) <= _exercises():
+    if len(found) == 1 and set(found) <= set(exercise_files(COURSE)):
         return next(iter(found))
     if found:
         words = ", ".join(f"{number} ({times})" for number, times in sorted(found.items()))
         _say(f"note: there are notebooks of the exercises {words}; --exercise NN says which counts")
     return None
-
-
-def _exercises() -> set[str]:
-    return {path.name[:2] for path in (COURSE / "exercises").glob("[0-9][0-9]_*.ipynb")}
 
 
 def _must_be_free(out: Path, paths: list[Path]) -> None:
@@ -481,7 +476,7 @@ def _note_run(
     arguments: argparse.Namespace,
 ) -> None:
     """Write OUT/run.json: what is graded, with what; never the secret."""
-    names = [result_name(one) for one in handed]
+    names = [result_name(one.student) for one in handed]
     if (out / "run.json").exists():  # late submissions join the others
         before = json.loads((out / "run.json").read_text())["results"]
         names += [name for name in before if name not in names]
@@ -496,15 +491,11 @@ def _note_run(
         "seed": "from a file" if arguments.seed_file else "made for this folder",
         "private cases": {name: len(cases) for name, cases in rules.extra.items()},
     }
-    _write(out / "run.json", json.dumps(said, indent=1))
+    write_whole(out / "run.json", json.dumps(said, indent=1))
 
 
 def _course_version() -> dict[str, str | None]:
-    """The package's version, the commit where there is one, and a digest of tasks and exercises."""
-    digest = hashlib.sha256()
-    tasks = Path(__file__).parent / "tasks"
-    for path in [*sorted(tasks.glob("*.py")), *sorted((COURSE / "exercises").glob("*.ipynb"))]:
-        digest.update(path.read_bytes())
+    """The package's version, the commit where there is one, and a digest of code and exercises."""
     try:
         version = metadata.version("course-utils")
     except metadata.PackageNotFoundError:
@@ -515,7 +506,7 @@ def _course_version() -> dict[str, str | None]:
         commit = done.stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         commit = None
-    return {"version": version, "commit": commit, "tasks": digest.hexdigest()[:16]}
+    return {"version": version, "commit": commit, "tasks": code_digest(COURSE)[:16]}
 
 
 # --- marks ------------------------------------------------------------------------------------
@@ -539,11 +530,7 @@ def _marks(out: Path) -> tuple[list[Mark], int]:
 
 def _say_missing(missing: int) -> None:
     if missing:
-        _say(f"note: {_many(missing, 'submission')} not graded: the same course-grade run goes on")
-
-
-def _name(mark: Mark) -> str:
-    return result_name(Handed(mark.student, Path()))
+        _say(f"note: {count(missing, 'submission')} not graded: the same course-grade run goes on")
 
 
 def _show(marks: list[Mark], console: Any) -> None:
@@ -557,37 +544,41 @@ def _show(marks: list[Mark], console: Any) -> None:
 
 
 def _console() -> Any:
-    try:
-        from rich.console import Console
-    except ModuleNotFoundError:
-        raise UsageError(
-            "the table needs the package rich: pip install 'course-utils[grade]', or pip install "
-            "rich"
-        ) from None
+    from rich.console import Console
+
     return Console(highlight=False)
 
 
-class _progress:
-    """A bar on the standard error; as a context it gives a function that advances it by one."""
+@contextlib.contextmanager
+def _progress(total: int, exercise: str | None) -> Iterator[Any]:
+    """A bar on the standard error; gives a function that advances it by one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
 
-    def __init__(self, total: int, exercise: str | None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
-
-        words = TextColumn("{task.description}", markup=False)
-        columns = (words, BarColumn(), MofNCompleteColumn(), Elapsed())
-        self._bar = Progress(*columns, console=Console(stderr=True))
-        self._what, self._total = f"exercise {exercise}" if exercise else "exercises", total
-
-    def __enter__(self) -> Any:
-        self._bar.start()
-        task = self._bar.add_task(self._what, total=self._total)
-        return lambda: self._bar.advance(task)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), MofNCompleteColumn(), Elapsed())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"exercise {exercise}" if exercise else "exercises", total=total)
+        yield lambda mark: bar.advance(task)
 
 
-def _many(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+@contextlib.contextmanager
+def _stopping(sandbox: Sandbox) -> Iterator[None]:
+    """Within, Ctrl-C and SIGTERM end the boxes, then raise KeyboardInterrupt.
+
+    `mark_class` waits for its threads, and these for their boxes. (A plain flag: the lock of an
+    Event could be held by the very code that a second Ctrl-C interrupts.)
+    """
+
+    def interrupt(*_: object) -> None:
+        sandbox.stopped = True
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -457,7 +457,7 @@ def _keep(label: str, best: _Notebook, into: Path, used: set[str]) -> Handed:
     name = label
     plain = re.fullmatch(r"\w[\w .,'()@+-]*", label) and label[-1] not in ". "
     if not plain or _platform(label) or _is_notebook(label) or label.casefold() in used:
-        name = f"student-{result_name(Handed(label, into))}"
+        name = f"student-{result_name(label)}"
     used.add(label.casefold())
     path = into / f"{name}.ipynb"
     path.write_bytes(best.data)

@@ -213,27 +213,23 @@ def mark_class(
     Raises SandboxError when the sandbox does not start; a bad notebook is a mark.
     """
     out.mkdir(parents=True, exist_ok=True)
-    handed = list(handed)
-    marks: list[Mark] = []
+    code = code_digest(course)
     with ThreadPoolExecutor(jobs) as pool:
-        waiting = {
-            pool.submit(_mark_or_read, one, out, sandbox, rules, course, exercise): one
+        waiting = [
+            pool.submit(_mark_or_read, one, out, sandbox, rules, course, exercise, code)
             for one in handed
-        }
+        ]
         try:
             for future in as_completed(waiting):
-                marks.append(future.result())
-                done(marks[-1])
+                done(future.result())
         except BaseException:
-            for future in waiting:
-                future.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
-    order = {one.student: number for number, one in enumerate(handed)}
-    return sorted(marks, key=lambda mark: order[mark.student])
+    return [future.result() for future in waiting]
 
 
-def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise) -> Mark:
-    key, path = _key(one, rules, course, exercise), out / f"{result_name(one)}.json"
+def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise, code) -> Mark:
+    key, path = _key(one, rules, exercise, code), out / f"{result_name(one.student)}.json"
     if before := _before(path, key):
         return before
     try:
@@ -247,7 +243,7 @@ def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise) -> Mark:
         mark = Mark(one.student, one.path.name, exercise or "", "bad_notebook", [], notes, 0.0)
         key = ""
     mark.key = key
-    _write(path, json.dumps(mark.as_json(), indent=1))
+    write_whole(path, json.dumps(mark.as_json(), indent=1))
     return mark
 
 
@@ -273,10 +269,10 @@ def mark_file(
     return Mark(one.student, one.path.name, given.number, "ok", tasks, found.notes, seconds)
 
 
-def result_name(one: Handed) -> str:
+def result_name(student: str) -> str:
     """A file name for the result of this student, whatever characters the name has."""
-    safe = "".join(letter if letter.isalnum() else "-" for letter in one.student)[:60]
-    return f"{safe}-{hashlib.sha256(one.student.encode('utf-8', 'replace')).hexdigest()[:8]}"
+    safe = "".join(letter if letter.isalnum() else "-" for letter in student)[:60]
+    return f"{safe}-{hashlib.sha256(student.encode('utf-8', 'replace')).hexdigest()[:8]}"
 
 
 def _before(path: Path, key: str) -> Mark | None:
@@ -288,23 +284,28 @@ def _before(path: Path, key: str) -> Mark | None:
         return None
 
 
-def _key(one: Handed, rules: Rules, course: Path, exercise: str | None) -> str:
-    """Changes whenever a mark might: with the notebook, the rules, the exercises, or this code."""
+def code_digest(course: Path) -> str:
+    """Of what marks depend on beside notebook and rules: this code and the exercises."""
     digest = hashlib.sha256()
+    for path in sorted([*PACKAGE.rglob("*.py"), *(course / "exercises").glob("*.ipynb")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _key(one: Handed, rules: Rules, exercise: str | None, code: str) -> str:
+    """Changes whenever a mark might: with the notebook, the rules, the exercises, or this code."""
+    digest = hashlib.sha256(code.encode())
     try:
         with one.path.open("rb") as file:  # of any size
             digest.update(hashlib.file_digest(file, "sha256").digest())
     except OSError as error:
         digest.update(str(error).encode())
     digest.update(json.dumps([rules.secret, asdict(rules.limits), rules.extra, exercise]).encode())
-    made_of = [*PACKAGE.rglob("*.py"), *(course / "exercises").glob("*.ipynb")]
-    for path in sorted(made_of):
-        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Whole or not at all: a run that is killed in here leaves no half of a result."""
     half = path.with_suffix(f".{os.getpid()}-{random.randrange(10**9)}.part")
-    half.write_text(text)
+    half.write_text(text, encoding="utf-8")
     half.replace(path)

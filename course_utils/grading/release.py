@@ -7,7 +7,7 @@ import json
 import zipfile
 from pathlib import Path
 
-from .submission import MAX_BYTES, read_exercise
+from .submission import MAX_BYTES, exercise_files, read_exercise
 
 README = """\
 # Exercises
@@ -79,9 +79,7 @@ def release(out: Path, exercises: list[str], as_zip: bool, course: Path) -> Path
 
 
 def _notebooks(exercises: list[str], course: Path) -> list[Path]:
-    there = {
-        path.name[:2]: path for path in sorted((course / "exercises").glob("[0-9][0-9]_*.ipynb"))
-    }
+    there = exercise_files(course)
     if not there:
         raise ReleaseError(f"there are no exercises in {course / 'exercises'}: is it the course?")
     missing = [number for number in exercises if number not in there]

@@ -18,7 +18,7 @@ from typing import Any
 
 from .marking import Rules, mark_submission, preload_of
 from .sandbox import Answer, Box, Limits, MiB, Sandbox, find_sandbox
-from .submission import Exercise, Submission, load, read_exercise, take
+from .submission import Exercise, Submission, exercise_files, load, read_exercise, take
 
 COURSE = Path(__file__).resolve().parents[2]
 _RUN = "def run(student, inputs):\n    return student.probe(inputs)\n"
@@ -156,13 +156,13 @@ def probe(inputs): return len([name for name in os.listdir("/proc") if name.isdi
 )
 
 
-def probe_all(sandbox: Sandbox, limits: Limits = _SHORT) -> Iterator[tuple[str, str]]:
+def probe_all(sandbox: Sandbox) -> Iterator[tuple[str, str]]:
     """(what was tried, "" or what came of it instead) for each probe."""
     canary = f"canary-{os.urandom(8).hex()}"
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         tempfile.NamedTemporaryFile("w", prefix="canary-") as file,
-        sandbox.box(limits=limits) as box,
+        sandbox.box(limits=_SHORT) as box,
     ):
         file.write(canary)
         file.flush()
@@ -187,7 +187,7 @@ def solution_of(exercise: Exercise, course: Path) -> Submission:
 
 def blank_of(exercise: Exercise, course: Path) -> Submission:
     """The exercise as it is released."""
-    return take(load(next((course / "exercises").glob(f"{exercise.number}_*.ipynb"))), exercise)
+    return take(load(exercise_files(course)[exercise.number]), exercise)
 
 
 def try_exercise(exercise: Exercise, course: Path, rules: Rules, box: Box) -> Iterator[tuple]:
@@ -219,8 +219,8 @@ def selftest(arguments: Any) -> int:
     from rich.markup import escape
 
     console, failed, start = Console(highlight=False), 0, time.monotonic()
-    numbers = sorted({path.name[:2] for path in (COURSE / "exercises").glob("[0-9]*.ipynb")})
-    numbers = numbers if arguments.all else arguments.exercise or ["04", "13"]
+    numbers = list(exercise_files(COURSE)) if arguments.all else arguments.exercise
+    numbers = numbers or ["04", "13"]
     with find_sandbox(arguments.sandbox) as sandbox:
         console.print(f"sandbox: {sandbox.name}")
 

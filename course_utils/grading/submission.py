@@ -95,16 +95,22 @@ def _cell(cell: dict) -> dict:
     }
 
 
+def exercise_files(course: Path) -> dict[str, Path]:
+    """The blank notebooks of the course whose repository is at `course`, by number."""
+    found = sorted((course / "exercises").glob("[0-9][0-9]_*.ipynb"))
+    return {path.name[:2]: path for path in found}
+
+
 def read_exercise(number: str, course: Path) -> Exercise:
     """The exercise NN of the course whose repository is at `course`.
 
     Raises FileNotFoundError when there is none.
     """
-    found = sorted((course / "exercises").glob(f"{number}_*.ipynb"))
-    if not found:
+    found = exercise_files(course)
+    if number not in found:
         raise FileNotFoundError(f"there is no exercise {number} in {course / 'exercises'}")
     tasks, trusted, locked, before = all_tasks(), {}, {}, []
-    for cell in load(found[0]):
+    for cell in load(found[number]):
         name = cell["grading"].get("grade_id")
         if cell["grading"].get("solution") and name in tasks:
             trusted[name] = "\n\n".join(before)
