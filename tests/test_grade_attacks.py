@@ -1171,6 +1171,21 @@ def test_grader_that_fails_on_one(sandbox, course, tmp_path):
     assert [m.score for m in mark_class(handed, out, sandbox, RULES, broken)] == [16, 16]
 
 
+def test_each_of_two_jobs_has_cores_of_its_own(sandbox, course, tmp_path):
+    """A submission that spins must not make the ranks of another one late."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("two jobs on one core share it")
+    tells = "import os, time\ntime.sleep(1)\nraise ValueError(os.sched_getaffinity(0))"
+    path = tmp_path / SOLVED.name
+    path.write_text(json.dumps(notebook(staleness=tells)))
+    handed, out = [Handed("a", path), Handed("b", path)], tmp_path / "out"
+    marks = mark_class(handed, out, sandbox, RULES, course, jobs=2)
+    seen = [set(map(int, re.findall(r"\{(.+)\}", m.tasks[0].why)[0].split(","))) for m in marks]
+    assert not seen[0] & seen[1] and seen[0] | seen[1] == set(cores)
+    assert sorted(os.sched_getaffinity(0)) == cores, "the grader itself keeps them all"
+
+
 def test_a_property_holds_for_all_inputs(box):
     """An answer that is right for one of several inputs alone gets nothing for it."""
     given = read_exercise("13", ROOT)

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import os
+import queue
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .._cpu import read_cpu
 from .sandbox import NO_MEMORY_LEFT, PACKAGE, Answer, Box, Limits, Sandbox, SandboxError
 from .submission import (
     BadNotebook,
@@ -28,7 +30,7 @@ from .submission import (
     read_exercise,
     take,
 )
-from .task import Finding, Task, copy_json
+from .task import Finding, Task, copy_json, item
 from .wire import one_line, plain
 
 STATUSES = (
@@ -136,7 +138,7 @@ def _nothing(task: Task, status: str, why: str) -> TaskMark:
 def _mark_task(task: Task, cells: list[str], trusted: str, rules: Rules, box: Box) -> TaskMark:
     together: list[Finding] = []
     for inputs in rules.inputs(task):
-        answer = box.ask(_request(task, cells, trusted, inputs))
+        answer = _ask(task, cells, trusted, inputs, box)
         if answer.status != "replied":
             return _nothing(task, answer.status, answer.why)
         together = _both(together, _judge(task, inputs, answer))
@@ -149,7 +151,24 @@ def _mark_task(task: Task, cells: list[str], trusted: str, rules: Rules, box: Bo
     )
 
 
-def _request(task: Task, cells: list[str], trusted: str, inputs: Any) -> dict:
+def _ask(task: Task, cells: list[str], trusted: str, inputs: Any, box: Box) -> Answer:
+    """What the student's code returned; where the task has parts, those of all of them, joined.
+
+    A part that was not attempted is left out. Any other that returned nothing ends the task.
+    """
+    if task.parts is None:
+        return box.ask(_request(task, cells, trusted, inputs, None))
+    values = {}
+    for name, part in task.parts(inputs).items():
+        answer = box.ask(_request(task, cells, trusted, part.inputs, part.room))
+        if answer.status == "replied":
+            values[name] = item(plain(answer.value), name)
+        elif answer.status != "not_attempted":
+            return answer
+    return Answer("replied", values) if values else answer
+
+
+def _request(task: Task, cells: list[str], trusted: str, inputs: Any, room: int | None) -> dict:
     return {
         "trusted": trusted,
         "cells": cells,
@@ -157,6 +176,7 @@ def _request(task: Task, cells: list[str], trusted: str, inputs: Any) -> dict:
         "run": inspect.getsource(task.run),
         "run_name": task.run.__name__,
         "inputs": copy_json(inputs),
+        "room": room,
     }
 
 
@@ -214,7 +234,7 @@ def mark_class(
     """
     out.mkdir(parents=True, exist_ok=True)
     code = code_digest(course)
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs, initializer=_keep_to, initargs=(_shares(jobs),)) as pool:
         waiting = [
             pool.submit(_mark_or_read, one, out, sandbox, rules, course, exercise, code)
             for one in handed
@@ -226,6 +246,26 @@ def mark_class(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return [future.result() for future in waiting]
+
+
+def _shares(jobs: int) -> queue.SimpleQueue:
+    """For each job the cores of its own; all of them, where there are fewer cores than jobs."""
+    shares: queue.SimpleQueue = queue.SimpleQueue()
+    cpu, can_pin, _ = read_cpu()
+    if can_pin:  # not on macOS
+        cores = cpu["cores"]
+        for job in range(jobs):
+            shares.put(cores[job::jobs] if jobs <= len(cores) else cores)
+    return shares
+
+
+def _keep_to(shares: queue.SimpleQueue) -> None:
+    """Keep this thread, and with it each sandbox that it starts, to one of the shares.
+
+    A program that spins would else take the cores of its neighbours' ranks, which are timed.
+    """
+    if not shares.empty():
+        os.sched_setaffinity(0, shares.get())
 
 
 def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise, code) -> Mark:

@@ -389,7 +389,8 @@ class Box:
         """Run one task. Never raises for what the student's code does.
 
         request: trusted (source of the exercise's own cells), cells (the student's solution
-        cells up to this task's), functions, run (source of the task's `run`), run_name, inputs.
+        cells up to this task's), functions, run (source of the task's `run`), run_name, inputs;
+        and room, the bytes that this task may take beside what it starts with.
         """
         if self._process is None:
             self._start_patiently()

@@ -45,6 +45,18 @@ class Wrong:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a task that a grader runs in a process of its own, with little memory.
+
+    inputs  what `run` gets instead of the task's inputs
+    room    bytes: all that the process may take beside what it has when the student's code begins
+    """
+
+    inputs: Any
+    room: int
+
+
+@dataclass(frozen=True)
 class Task:
     """A task of an exercise.
 
@@ -61,6 +73,9 @@ class Task:
                   cope with any JSON in `got`
     hints         three levels: a nudge, the way, nearly the code
     wrong         at least two named wrong answers, each with the score it must get
+    parts         inputs -> {name: Part}, where memory decides: `run` then returns {name: values}.
+                  In a notebook it runs once, with the inputs themselves; a grader runs each
+                  part alone, within a limit that the kernel keeps, and joins what they return
     self_reported points that rest on what the student's own process says about itself (a
                   device name, bytes sent): at most a fifth of `points`
     """
@@ -75,6 +90,7 @@ class Task:
     judge: Callable[[Any, Any, Any], list[Finding]]
     hints: tuple[str, str, str]
     wrong: tuple[Wrong, ...]
+    parts: Callable[[Any], dict[str, Part]] | None = None
     self_reported: float = 0
 
     def __post_init__(self) -> None:

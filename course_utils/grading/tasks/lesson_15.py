@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ..task import Finding, Task, Wrong, close, count, describe, is_list, is_number, item
+from ..task import Finding, Part, Task, Wrong, close, count, describe, is_list, is_number, item
 
 # --- 15-leaks ---------------------------------------------------------------------------
 
-# The programs run on a made-up device with a limit: it knows which of its blocks are alive,
-# and is out of memory beyond the limit. A program that leaks never returns, and what is
-# judged is the value that it returns. Since the device lives in the student's own process,
-# a grader who trusts nobody sets `limit` far up and watches the process from outside: each
-# block is a real MiB that was written to, so three of the leaks show as hundreds of MiB
-# (tests/test_lesson_15.py measures that).
+# The programs run on a made-up device with a limit: it knows which of its blocks are alive, and
+# is out of memory beyond the limit. A program that leaks never returns, and what is judged is
+# the value that it returns. That device lives in the student's own process, where it can be
+# talked out of its limit. So a grader gives each program a process of its own with as much
+# memory as the device has, in blocks so large (and never touched) that the rest of the process
+# weighs nothing beside them.
+_BLOCK = 64  # MiB; from 32 on, glibc gives a freed block back at once
+_REST = 48  # MiB, for everything that is no block
 
 
 def _leak_inputs(seed: int) -> dict:
@@ -22,11 +24,22 @@ def _leak_inputs(seed: int) -> dict:
     steps = rng.randint(220, 260)
     values = [round(rng.uniform(0.5, 1.5), 3) for _ in range(steps)]
     return {
-        "limit": 8,  # MiB
+        "limit": 8,  # blocks
+        "block": 1,  # MiB
+        "programs": ["total_loss", "failures", "first_scores", "check_after"],
         "weight": round(rng.uniform(1, 2), 2),
         "values": values,
         "failing": sorted(rng.sample(range(steps), k=steps - rng.randint(8, 12))),
         "check": rng.randint(1000, 9999),
+    }
+
+
+def _leak_parts(inputs: dict) -> dict[str, Part]:
+    """One program at a time, on a device whose limit the kernel keeps."""
+    room = (inputs["limit"] * _BLOCK + _REST) * 2**20
+    return {
+        name: Part(inputs | {"block": _BLOCK, "programs": [name]}, room)
+        for name in inputs["programs"]
     }
 
 
@@ -48,13 +61,14 @@ def _leak_run(student, inputs: dict) -> dict:
             self.live -= blocks
 
         def new(self, value, blocks=1):
-            """A tensor of so many MiB; the device hears when nothing refers to it any more."""
+            """A tensor of so many blocks; the device hears when nothing refers to it any more."""
             if self.live + blocks > limit:
                 raise torch.OutOfMemoryError(
                     f"the task's device is out of memory: {self.live} of {limit} MiB are in "
                     f"use, and {blocks} MiB more were asked for"
                 )
-            array = np.full(blocks * 2**17, value)
+            array = np.zeros(blocks * inputs["block"] * 2**17)
+            array[:4] = value
             self.live += blocks
             weakref.finalize(array, self.free, blocks)
             return torch.from_numpy(array)
@@ -90,13 +104,13 @@ def _leak_run(student, inputs: dict) -> dict:
         "check_after": lambda d: student.check_after(d.model, d.loader(), d.check),
     }
     answers = {}
-    for name, program in programs.items():
+    for name in inputs["programs"]:
         device, answer = Device(), {}
         try:
-            answer["value"] = program(device)
+            answer["value"] = programs[name](device)
         except NotImplementedError:
             answer["ended"] = "not attempted"
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             answer["ended"] = "out of memory"
         if device.live:
             gc.collect()  # a cycle is garbage, not a leak
@@ -138,7 +152,7 @@ def _leak_why(inputs: dict, name: str, got: Any, want: Any) -> str:
             return "out of memory before the first batch was used: are they all loaded at once?"
         batch = f"batch {calls} of {len(inputs['values'])}" if type(calls) is int else "some batch"
         return f"out of memory at {batch}: what do the earlier ones keep alive?"
-    if ended == "not attempted":
+    if ended == "not attempted" or type(got) is not dict:
         return "not attempted yet"
     value = item(got, "value")
     if _same(value, want):
@@ -238,6 +252,7 @@ LEAKS = Task(
     run=_leak_run,
     expected=_leak_expected,
     judge=_leak_judge,
+    parts=_leak_parts,
     hints=(
         "Ask of each program: when batch 100 runs, which object of batch 99 does a name, a list "
         "or another object still refer to? And what does that object refer to in turn?",
