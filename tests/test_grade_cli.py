@@ -117,6 +117,19 @@ PLATFORMS = {
 }
 
 
+def test_the_platforms_own_numbers_are_kept(tmp_path):
+    """A gradebook knows people by them; a name says nothing to it."""
+    for platform, numbers in {
+        "moodle folders": {"Doe Jane": "12345", "O'Neil Pat": "777", "김 철수": "888"},
+        "canvas": {"doejane": "12345", "roejim": "23456"},
+        "brightspace": {"Jane Doe": "123-456", "Jim Roe": "124-456"},
+        "blackboard": {"jdoe": "", "jroe": ""},  # these are the users' names there
+    }.items():
+        files = {name: notebook(student) for name, student in PLATFORMS[platform].items()}
+        handed, _ = find(put(tmp_path / platform, files), None, tmp_path / "into")
+        assert {one.student: one.id for one in handed} == numbers
+
+
 @pytest.mark.parametrize("form", ["folder", "zip", "zip in a folder"])
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_every_platforms_names(tmp_path, platform, form):
@@ -379,6 +392,18 @@ def test_bombs(tmp_path, monkeypatch):
             load(handed[number].path)
     assert any(note.startswith("roejim: the files are larger than 50 MiB") for note in notes)
     assert sum(path.stat().st_size for path in everything(tmp_path / "into")) < 70 * 2**20
+
+
+def test_a_students_zip_of_countless_files_is_not_even_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "MAX_MEMBERS", 50)
+    crowd = zip_bytes({f"{number}.ipynb": notebook("no") for number in range(51)})
+    files = {
+        "doejane_12345_67890_x.zip": crowd,
+        "noeann_12348_67893_x.ipynb": notebook("ann"),
+    }
+    (handed, notes) = find(make_zip(tmp_path / "class.zip", files), None, tmp_path / "into")
+    assert "doejane: doejane_12345_67890_x.zip has over 50 files; it was not opened" in notes
+    assert [one.student for one in handed] == ["doejane", "noeann"] and word_of(handed[1]) == "ann"
 
 
 def test_a_size_that_is_a_lie(tmp_path):

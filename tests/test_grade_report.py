@@ -326,6 +326,13 @@ def test_csv_has_a_line_for_each_student_in_nbgraders_columns():
     ]
 
 
+def test_csv_has_the_number_by_which_the_platform_knows_a_student():
+    numbered, by_name = mark("Doe Jane"), mark("jim")
+    numbered.id = "12345"
+    rows = csv.DictReader(io.StringIO(export.nbgrader_csv([numbered, by_name], "ps1")))
+    assert [(r["student_id"], r["last_name"]) for r in rows] == [("12345", "Doe Jane"), ("jim", "")]
+
+
 def test_csv_computes_nothing():
     text = export.nbgrader_csv(hostile(), "=ps1")
     check_plain(text)

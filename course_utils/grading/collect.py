@@ -104,13 +104,13 @@ def find(
             _gather(path, parts, pile, opened)
         into.mkdir(parents=True, exist_ok=True)
         handed, mixed, used = [], 0, set()
-        for label, entries in _by_student(pile):
+        for label, number, entries in _by_student(pile):
             found = _read(label, entries, pile.notes)
             best, several = _choose(label, found, exercise, pile.notes)
             mixed += several
             if best.late:
                 pile.notes.append(f"{label}: late, says the file's name")
-            handed.append(_keep(label, best, into, used))
+            handed.append(_keep(label, number, best, into, used))
     if mixed * 2 > len(handed):
         raise CollectError(
             "most students have notebooks of several exercises: say which one is meant, as in "
@@ -294,8 +294,8 @@ def _attempt(platform: str, when: str | None) -> float:
         return 0.0
 
 
-def _by_student(pile: _Pile) -> list[tuple[str, list[tuple[_Entry, _Named]]]]:
-    """The name to show, and the files, of each student, sorted by name."""
+def _by_student(pile: _Pile) -> list[tuple[str, str, list[tuple[_Entry, _Named]]]]:
+    """The name to show, the platform's number, and the files of each student, sorted by name."""
     paths = [entry.parts for entry in pile.entries]
     deep = _depth(paths)
     canvas = _are_people(paths, deep)
@@ -332,7 +332,7 @@ def _by_student(pile: _Pile) -> list[tuple[str, list[tuple[_Entry, _Named]]]]:
         while label in used:
             label += "'"
         used.add(label)
-        students.append((label, groups[key]))
+        students.append((label, key[1], groups[key]))
     return students
 
 
@@ -408,6 +408,10 @@ def _unpack(
         if not _is_zip(name):
             found.append(replace(blank, data=data))
             return left
+        if data.count(b"PK\1\2") > MAX_MEMBERS:  # to list them would take the memory of all
+            notes.append(f"{label}: {name} has over {MAX_MEMBERS:,} files; it was not opened")
+            found.append(blank)
+            return left
         with zipfile.ZipFile(io.BytesIO(data)) as inner:
             for one in _members(inner, f"{label}: {name}", notes):
                 own = _parts(one.filename)[-1]
@@ -452,7 +456,7 @@ def _number(data: bytes) -> str:
         return ""
 
 
-def _keep(label: str, best: _Notebook, into: Path, used: set[str]) -> Handed:
+def _keep(label: str, number: str, best: _Notebook, into: Path, used: set[str]) -> Handed:
     """Write the notebook under a name of ours: the student's where that is harmless."""
     name = label
     plain = re.fullmatch(r"\w[\w .,'()@+-]*", label) and label[-1] not in ". "
@@ -461,4 +465,4 @@ def _keep(label: str, best: _Notebook, into: Path, used: set[str]) -> Handed:
     used.add(label.casefold())
     path = into / f"{name}.ipynb"
     path.write_bytes(best.data)
-    return Handed(label, path)
+    return Handed(label, path, number)

@@ -24,8 +24,9 @@ _FORMULA = re.compile(r'(^|[;,|"])(\s*)([=+\-@\uff1d\uff0b\uff0d\uff20])')
 def nbgrader_csv(marks: Sequence[Mark], assignment: str) -> str:
     """The marks as a table with the columns of `nbgrader export`, one line for each student.
 
-    Dates, names and penalties are not known here and stay empty, or 0. A file that could not be
-    read has score 0 of what the others could reach.
+    student_id is the platform's own number where it is in the files' names, and last_name then
+    the whole name; elsewhere student_id is the name. Dates and penalties are not known here and
+    stay empty, or 0. A file that could not be read has score 0 of what the others could reach.
     """
     most = max((mark.points for mark in marks), default=0)
     text = io.StringIO()
@@ -35,7 +36,8 @@ def nbgrader_csv(marks: Sequence[Mark], assignment: str) -> str:
         writer.writerow(
             {
                 "assignment": _cell(assignment),
-                "student_id": _cell(mark.student),
+                "student_id": _cell(mark.id or mark.student),
+                "last_name": _cell(mark.student) if mark.id else "",
                 "raw_score": float(mark.score),
                 "late_submission_penalty": 0.0,
                 "score": float(mark.score),

@@ -68,6 +68,7 @@ class Mark:
     notes: list[str]
     seconds: float
     key: str = ""
+    id: str = ""
 
     @property
     def score(self) -> float:
@@ -89,10 +90,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Handed:
-    """A notebook that a student handed in."""
+    """A notebook that a student handed in; `id`: the platform's own number of the student."""
 
     student: str
     path: Path
+    id: str = ""
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise, code) -> M
         notes = [f"the grader failed on this notebook, please report it: {one_line(repr(error))}"]
         mark = Mark(one.student, one.path.name, exercise or "", "bad_notebook", [], notes, 0.0)
         key = ""
-    mark.key = key
+    mark.key, mark.id = key, one.id
     write_whole(path, json.dumps(mark.as_json(), indent=1))
     return mark
 
@@ -340,7 +342,9 @@ def _key(one: Handed, rules: Rules, exercise: str | None, code: str) -> str:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     except OSError as error:
         digest.update(str(error).encode())
-    digest.update(json.dumps([rules.secret, asdict(rules.limits), rules.extra, exercise]).encode())
+    digest.update(
+        json.dumps([rules.secret, asdict(rules.limits), rules.extra, exercise, one.id]).encode()
+    )
     return digest.hexdigest()
 
 
