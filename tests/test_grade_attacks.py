@@ -220,14 +220,16 @@ def test_a_killed_grader_leaves_no_folder_for_ever(monkeypatch, tmp_path):
 def test_container_command(kind):
     """No container engine runs here; what it would be told is looked at, word by word."""
     with kind() as one:
-        command = one.command(LIMITS, ["-P", "/box/_box.py", "{}"])
+        command = one.command(LIMITS, ["-P", "/box/_box.py", "{}"], "box-1")
         volumes = [command[at + 1] for at, word in enumerate(command) if word == "--volume"]
         assert volumes == [f"{one.root}:/box:ro"], "nothing of the course is mounted"
-    assert command[:2] == [kind.name, "run"]
+    assert command[:4] == [kind.name, "run", "--name", "box-1"]
+    user = int(command[command.index("--user") + 1].split(":")[0])
+    assert 1000 <= user < 65536, "no administrator, and one that a user's own engine has"
     assert command[-4:] == [kind.image, "-P", "/box/_box.py", "{}"]
     words = " ".join(command)
     for wanted in (
-        "--rm", "--network none", "--read-only", "--user 61000:61000", "--cap-drop ALL",
+        "--rm", "--network none", "--read-only", f"--user {user}:{user}", "--cap-drop ALL",
         "--security-opt no-new-privileges", f"--pids-limit {LIMITS.processes}",
         f"--memory={LIMITS.memory}", f"--memory-swap={LIMITS.memory}",
         f"--shm-size {LIMITS.disk}", "CUDA_VISIBLE_DEVICES=",

@@ -207,6 +207,7 @@ def _clear(before: set[str]) -> bool:
 def _run_in_child(request: dict, settings: dict, private: tuple) -> dict:
     """Fork, let the child answer, then kill whatever it has left behind."""
     read_end, write_end = os.pipe()
+    killed = _oom_kills()
     child = os.fork()
     if child == 0:
         try:
@@ -228,9 +229,23 @@ def _run_in_child(request: dict, settings: dict, private: tuple) -> dict:
     _kill_the_rest(child)
     if state is None:
         return {"bad_reply": "the answer is longer than 4 MiB"}
+    if os.WIFSIGNALED(state) and _oom_kills() > killed:
+        return {"memory": True}
     if os.WIFSIGNALED(state):
         return {"signal": os.WTERMSIG(state)}
     return {"reply": answer.decode("utf-8", "replace")}
+
+
+def _oom_kills(cgroup: str = "/sys/fs/cgroup") -> int:
+    """How many processes the kernel has ended because this container's memory was full.
+
+    0 where there is no container: bubblewrap's memory is watched from outside.
+    """
+    for place in ("memory.events", "memory/memory.oom_control"):  # cgroup 2, cgroup 1
+        with contextlib.suppress(OSError):
+            words = Path(cgroup, place).read_text().split()
+            return int(words[words.index("oom_kill") + 1])
+    return 0
 
 
 def _leave_room(room: int) -> None:

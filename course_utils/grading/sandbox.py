@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import select
 import shutil
 import signal
@@ -140,7 +141,7 @@ class Sandbox:
 
     name = ""
     stopped = False  # True: every box ends at its next look, and no mark comes of that
-    filters = False  # whether the runner refuses system calls; a container does by itself
+    filters = True  # whether the runner refuses system calls
 
     def __init__(self) -> None:
         self._stage = stage()
@@ -151,9 +152,12 @@ class Sandbox:
         """Why it cannot be used here, and what to do; empty when it can."""
         raise NotImplementedError
 
-    def command(self, limits: Limits, program: list[str]) -> list[str]:
-        """The command line that runs `program` (arguments of Python) inside."""
+    def command(self, limits: Limits, program: list[str], name: str) -> list[str]:
+        """The command line that runs `program` (arguments of Python) in a sandbox of that name."""
         raise NotImplementedError
+
+    def kill(self, name: str) -> None:
+        """End a sandbox that does not live among the descendants of its command."""
 
     def box(self, preload: tuple[str, ...] = (), limits: Limits | None = None) -> Box:
         """Start one sandbox whose runner has imported `preload`."""
@@ -188,7 +192,6 @@ class Bubblewrap(Sandbox):
     """bubblewrap: namespaces of its own for processes, network and files; read-only libraries."""
 
     name = "bubblewrap"
-    filters = True
 
     @classmethod
     def problem(cls) -> str:
@@ -215,7 +218,7 @@ class Bubblewrap(Sandbox):
             "sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0"
         )
 
-    def command(self, limits: Limits, program: list[str]) -> list[str]:
+    def command(self, limits: Limits, program: list[str], name: str) -> list[str]:
         command = ["bwrap", *_NAMESPACES, *_user()]
         command += ["--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "box"]
         command += ["--proc", "/proc", "--dev", "/dev"]
@@ -330,9 +333,21 @@ class _Container(Sandbox):
         said = (done.stderr.strip().splitlines() or ["(no word)"])[-1]
         return f"no image {cls.image!r} ({said}); docs/instructors.md says how to build it"
 
-    def command(self, limits: Limits, program: list[str]) -> list[str]:
-        command = [self.name, "run", "--rm", "--interactive", "--network", "none", "--read-only"]
-        command += ["--user", "61000:61000", "--cap-drop", "ALL"]
+    def command(self, limits: Limits, program: list[str], name: str) -> list[str]:
+        # Another user for each: the kernel counts the processes of a user, not of a container.
+        user = random.SystemRandom().randrange(10_000, 60_000)
+        command = [
+            self.name,
+            "run",
+            "--name",
+            name,
+            "--rm",
+            "--interactive",
+            "--network",
+            "none",
+            "--read-only",
+        ]
+        command += ["--user", f"{user}:{user}", "--cap-drop", "ALL"]
         command += ["--security-opt", "no-new-privileges", "--pids-limit", str(limits.processes)]
         command += [f"--memory={limits.memory}", f"--memory-swap={limits.memory}", "--cpus", "2"]
         command += ["--shm-size", str(limits.disk), "--tmpfs", f"/tmp:mode=1777,size={limits.disk}"]
@@ -348,6 +363,10 @@ class _Container(Sandbox):
             command += ["--env", f"{name}={value}"]
         return [*command, self.image, *program]
 
+    def kill(self, name: str) -> None:
+        # It fails where the container has ended by itself, as it should.
+        subprocess.run([self.name, "kill", name], capture_output=True, check=False, timeout=60)
+
 
 class Podman(_Container):
     name = "podman"
@@ -361,12 +380,13 @@ class UnsafeLocal(Sandbox):
     """No sandbox: the submission runs with the rights of whoever grades. Never for strangers."""
 
     name = "unsafe-local"
+    filters = False
 
     @classmethod
     def problem(cls) -> str:
         return ""
 
-    def command(self, limits: Limits, program: list[str]) -> list[str]:
+    def command(self, limits: Limits, program: list[str], name: str) -> list[str]:
         settings = {**_ENVIRONMENT, "HOME": tempfile.gettempdir(), "PYTHONPATH": str(self.root)}
         settings["PATH"] = os.environ.get("PATH", "")
         words = [f"{name}={value}" for name, value in settings.items()]
@@ -387,6 +407,7 @@ class Box:
     _process: subprocess.Popen | None = field(default=None, repr=False)
     _rest: bytes = b""
     _first: list = field(default_factory=list, repr=False)
+    _name: str = ""
 
     def ask(self, request: dict) -> Answer:
         """Run one task. Never raises for what the student's code does.
@@ -426,7 +447,8 @@ class Box:
         settings = {"preload": self.preload, "limits": self.limits.of_a_process()}
         settings["filter"] = self.sandbox.filters
         program = ["-P", "/box/_box.py", json.dumps(settings)]
-        command = self.sandbox.command(self.limits, program)
+        self._name = f"course-box-{os.getpid()}-{secrets.token_hex(4)}"
+        command = self.sandbox.command(self.limits, program, self._name)
         self._errors = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             command,
@@ -540,8 +562,8 @@ class Box:
             family = psutil.Process(process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             family = []
-        # A container's processes are not among the family: they end when this pipe does.
         process.stdin.close()
+        self.sandbox.kill(self._name)
         for one in family:
             try:
                 os.kill(one.pid, signal.SIGKILL)
@@ -577,6 +599,8 @@ def _understood(said: dict) -> Answer:
         if "signal" in said:
             name = signal.Signals(said["signal"]).name
             return Answer("crash", why=f"the process was ended by {name}")
+        if "memory" in said:
+            return Answer("memory", why="more memory than the limit was in use")
         if "bad_reply" in said:
             return Answer("bad_reply", why=str(said["bad_reply"])[:200])
         text = said["reply"]
