@@ -25,7 +25,8 @@ Install the course as its README says; the exercises import `course_utils`. Chec
 * `check("...")` below each of them says what holds and what does not yet. Its score is for
   practice: other inputs are used when you are graded. `hint("...")` helps, in three levels.
 * Only the cells with your answers are graded, each in a Python of its own, with the exercise's
-  own cells before it. So put imports and helper functions into the cell that uses them.
+  own cells before it. Cells that you add are not graded: a helper function or an import in a cell
+  of its own is missing then. Put them into the answer's cell that uses them.
 * In these cells there is only Python: no `!command`, no `%magic`.
 * Do not delete, copy or split cells, and leave the `check` cells as they are.
 * Printing is fine, and so are warnings. An answer that takes minutes is stopped, and nobody is
@@ -89,16 +90,32 @@ def _notebooks(exercises: list[str], course: Path) -> list[Path]:
 
 
 def _must_be_blank(name: str, data: bytes) -> None:
-    """Raise ReleaseError when somebody has worked in the notebook: its cells carry checksums."""
-    for cell in json.loads(data)["cells"]:
-        grading = cell["metadata"].get("nbgrader")
-        if cell.get("outputs") and grading:
-            raise ReleaseError(f"exercises/{name} has outputs: `make build` makes it new")
-        if grading and _checksum(cell, grading) != grading.get("checksum"):
-            raise ReleaseError(
-                f"exercises/{name} is not blank, the cell {grading['grade_id']} was edited: "
-                "`make build` makes it new"
-            )
+    """Raise ReleaseError when a cell was run, edited or added since the notebook was built.
+
+    The build names a cell after its text, and the cells of a task carry nbgrader's checksum. That a
+    cell was deleted or moved cannot be seen here.
+    """
+    for number, cell in enumerate(json.loads(data)["cells"], 1):
+        grading = cell["metadata"].get("nbgrader", {})
+        if cell.get("outputs") or cell.get("execution_count"):
+            what = "was run"
+        elif grading and _checksum(cell, grading) != grading.get("checksum"):
+            what = "was edited"
+        elif not grading and not cell.get("id", "").startswith(_built_id(cell)):
+            what = "was edited or added"
+        else:
+            continue
+        which = grading.get("grade_id") or number
+        raise ReleaseError(
+            f"exercises/{name} is not as it was built, its cell {which} {what}: copy your work "
+            f"elsewhere, then `make build ARGS={name[:2]}` makes it new"
+        )
+
+
+def _built_id(cell: dict) -> str:
+    """The id that the build gives to a cell without a task; equal cells get a number behind it."""
+    text = f"{cell['cell_type']}\n{''.join(cell['source'])}"
+    return f"{cell['cell_type']}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 def _checksum(cell: dict, grading: dict) -> str:
