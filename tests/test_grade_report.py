@@ -214,12 +214,16 @@ def test_commonest_wrong_answers_are_counted_by_the_first_property_that_failed()
     marks = [wrong("A", "b", "c"), wrong("B", "c"), wrong("C", "b"), error("D", 1), error("E", 9)]
     marks += [error("F", 2), mark("G"), mark("H", [task(status="not_attempted", score=0)])]
     assert report.commonest(marks) == [
-        ("13-staleness", "raised an error", "TypeError: no number", ["D", "E", "F"]),
-        ("13-staleness", "not right yet", "b", ["A", "C"]),
-        ("13-staleness", "not right yet", "c", ["B"]),
+        ("13-staleness", "raised an error", "TypeError: no number", [], ["D", "E", "F"]),
+        ("13-staleness", "not right yet", "b", ["why A", "why C"], ["A", "C"]),
+        ("13-staleness", "not right yet", "c", ["why B"], ["B"]),
     ]
     rows = re.findall(r'<tr><td class="number">(\d+)</td>', report.html(marks))
     assert rows == ["3", "2", "1"]
+    again = [*marks, wrong("C", "b")]  # who failed in the same way for the same reason
+    assert report.commonest(again)[0][3:] == (["why C", "why A"], ["A", "C", "C"])
+    shown = Page(report.html(again)).text
+    assert "bwhy C (and 1 other reason)" in shown and "cwhy BB" in shown, "reason, then students"
     assert "No wrong answers" in report.html([mark()])
 
 
@@ -401,3 +405,16 @@ def test_gradescope_of_a_file_that_could_not_be_read():
     bad = mark("Bea", [], ["it is not JSON"], "bad_notebook", exercise="")
     data = export.gradescope(bad)
     assert data["score"] == 0 and "it is not JSON" in data["output"]
+
+
+# --- how it looks -------------------------------------------------------------------------
+
+
+def test_no_column_of_the_instructors_page_is_cut_off_or_one_word_wide():
+    """What a browser showed at 1000 and at 400 pixels; its rules stand in the style and classes."""
+    page = report.html([*every_status(), *hostile()])
+    (heads,) = re.findall(r"How each task went</caption><thead>(.*?)</thead>", page)
+    assert "nowrap" not in heads and 'class="id"' not in heads, "wider than a window of 1000 pixels"
+    assert ".words { min-width: 12rem }" in page and "bdi { overflow-wrap: anywhere }" in page
+    for text in re.findall(r"<td[^>]*>(?=.*?</td>)[^/]*?<bdi>", page):
+        assert text.startswith('<td class="words">'), "a student's text breaks between any letters"

@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from .marking import Mark, TaskMark
+from .task import count
 from .tasks import UnknownTask, get_task
 
 # What each status is called, and what a student does about it.
@@ -86,16 +87,27 @@ def first_failure(task: TaskMark) -> str:
     return shown(re.sub(r"^line \d+( in [^:]*)?: ", "", task.why), 120)
 
 
-def commonest(marks: Iterable[Mark]) -> list[tuple[str, str, str, list[str]]]:
-    """Wrong answers as (task, status in words, first failure, students), most students first."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+def commonest(marks: Iterable[Mark]) -> list[tuple[str, str, str, list[str], list[str]]]:
+    """Wrong answers as (task, status in words, first failure, reasons, students).
+
+    Those of most students come first, and of the reasons the commonest.
+    """
+    found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for mark in marks:
         for task in mark.tasks:
             if task.status not in ("ok", "not_attempted"):
                 key = task.task, WORDS.get(task.status, task.status), first_failure(task)
-                found.setdefault(key, []).append(mark.student)
-    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
-    return [(*key, students) for key, students in ordered]
+                found.setdefault(key, []).append((_reason(task), mark.student))
+    ordered = []
+    for key, those in sorted(found.items(), key=lambda item: (-len(item[1]), item[0])):
+        reasons = Counter(reason for reason, _ in those if reason)
+        ordered.append((*key, [r for r, _ in reasons.most_common()], [who for _, who in those]))
+    return ordered
+
+
+def _reason(task: TaskMark) -> str:
+    """Why the first property failed, which differs from student to student; "" without one."""
+    return next((shown(f["why"]) for f in task.findings if f["why"]), "")
 
 
 def by_exercise(marks: Iterable[Mark]) -> dict[str, list[Mark]]:
@@ -211,8 +223,8 @@ def _distribution(tasks: dict[str, tuple[str, float]], marks: Sequence[Mark]) ->
             + "".join(f'<td class="number">{cell}</td>' for cell in cells)
             + f"<td>{_bar(kinds)}<small>{counts}</small></td></tr>"
         )
-    keys = [""] * 3 + [f'<span class="key {kind}"></span> ' for kind in _KINDS]
-    named = [f'<span class="id">{key}{head}</span>' for key, head in zip(keys, heads, strict=True)]
+    keys = [""] * 3 + [f'<span class="key {kind}"></span><br>' for kind in _KINDS]
+    named = [key + head for key, head in zip(keys, heads, strict=True)]
     return _table("How each task went", [*named, "score × students"], rows)
 
 
@@ -233,17 +245,21 @@ def _went_wrong(marks: Sequence[Mark]) -> str:
     if not found:
         return "<p>No wrong answers.</p>"
     rows = []
-    for task, status, why, students in found[:_COMMONEST]:
+    for task, status, why, reasons, students in found[:_COMMONEST]:
+        what = f"<bdi>{_text(why)}</bdi>"
+        if reasons:
+            more = f" (and {count(len(reasons) - 1, 'other reason')})" if reasons[1:] else ""
+            what += f"<br><small><bdi>{_text(reasons[0])}</bdi>{more}</small>"
         who = ", ".join(_name(student, 40) for student in students[:4])
         who += f" and {len(students) - 4} more" if len(students) > 4 else ""
         rows.append(
-            f'<tr><td class="number">{len(students)}</td><th scope="row">{_text(task)}</th>'
-            f"<td>{_text(status)}</td><td><bdi>{_text(why)}</bdi></td><td>{who}</td></tr>"
+            f'<tr><td class="number">{len(students)}</td><th scope="row">{_text(task)}<br>'
+            f'<small>{_text(status)}</small></th><td class="words">{what}</td>'
+            f'<td class="words">{who}</td></tr>'
         )
     made = _table(
-        "The commonest wrong answers", ["students", "task", "status", "what failed first", "who"],
-        rows,
-    )  # fmt: skip
+        "The commonest wrong answers", ["students", "task", "what failed first", "who"], rows
+    )
     rest = len(found) - _COMMONEST
     return made + (f"<p>And {rest} rarer ones.</p>" if rest > 0 else "")
 
@@ -263,7 +279,7 @@ def _students(tasks: dict[str, tuple[str, float]], marks: Sequence[Mark]) -> str
             f'<tr><th scope="row">{_name(mark.student)}<br>'
             f"<small>{_name(mark.file, 80)}</small></th>{cells}"
             f'<td class="number"><strong>{mark.score:g}</strong></td>'
-            f"<td>{f'<ul>{notes}</ul>' if notes else ''}</td></tr>"
+            + (f'<td class="words"><ul>{notes}</ul></td></tr>' if notes else "<td></td></tr>")
         )
     return _table("Every student", [*heads, "all", "to look at"], rows)
 
@@ -382,11 +398,12 @@ h1, h2 { line-height: 1.2 } h2 { margin-top: 2.5rem }
 table { border-collapse: collapse; width: 100% }
 caption { text-align: left; font-weight: 600; font-size: 1.1rem; padding-bottom: .4rem }
 th, td { padding: .4rem .7rem; text-align: left; vertical-align: top;
-  border-bottom: 1px solid var(--line); overflow: hidden }
-thead th { background: var(--soft); vertical-align: bottom; overflow-wrap: break-word }
+  border-bottom: 1px solid var(--line); overflow: hidden; overflow-wrap: break-word }
+bdi { overflow-wrap: anywhere }
+thead th { background: var(--soft); vertical-align: bottom }
 tbody th { min-width: 9rem; font-weight: 600 }
 th small { font-weight: 400 } small { color: var(--quiet); font-size: .85rem }
-.number { font-variant-numeric: tabular-nums; overflow-wrap: break-word }
+.number { font-variant-numeric: tabular-nums } .words { min-width: 12rem }
 td ul { margin: 0; padding-left: 1.1rem }
 p, li { max-width: 45rem } .id { white-space: nowrap }
 svg { display: block; width: 100%; min-width: 8rem; max-width: 16rem; height: .9rem }
