@@ -100,7 +100,7 @@ check("12-tf-config")
 # %% [markdown]
 # ## Task 2: all save, the chief's is kept (6 points)
 #
-# Write `save(checkpoint, folder, config, step)`. Every task calls it at the same step.
+# Write `save(checkpoint, folder, config, step)`. Every task calls it at the same step, all at the same time.
 #
 # - `checkpoint.write(path)` writes files whose names begin with `path`. It waits until all tasks have called it, so each must call it once.
 # - The chief's checkpoint is `ckpt-<step>` in `folder`, which exists. Nothing else may lie there afterwards.

@@ -117,7 +117,7 @@ check("16-search")
 # Write `accumulate(model, loss_fn, batch, micro, count)`. It leaves in `.grad` what one backward of the whole batch would leave there, though `loss_fn` never gets more than `micro` samples at once. It returns the mean loss of the whole batch, as a float.
 #
 # - `batch` is a tuple of two tensors, `(x, y)`; the first dimension of both is the samples. Each sample is a sequence of four tokens; some of them are padding that no loss counts.
-# - `loss_fn(model, part)` returns the *mean* loss over the tokens that count in `part`, a tuple like `batch`.
+# - `loss_fn(model, part)` returns the *mean* loss over the tokens that count in `part`, a tuple like `batch`. How much each token costs, only `loss_fn` knows; it refuses more than `micro` samples.
 # - `count(part)` says how many tokens that are.
 #
 # The gradients are empty when your function is called. The last micro-batch may be smaller than the others, and one may consist of padding alone: its mean is 0 / 0. The check works in float64 and allows a relative difference of 1e-8. It also looks whether the graph of each micro-batch is gone before the next forward: otherwise you save no memory.

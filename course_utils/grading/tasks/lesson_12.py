@@ -180,6 +180,9 @@ def tf_config(hosts, per_host, jobs, port, rank):
 
 # --- 12-save ----------------------------------------------------------------------------
 
+# A task's file holds three lines: the token of the task; those of all tasks that had called
+# write when the waiting ended; and those whose path was nobody else's.
+
 
 def _save_inputs(seed: int) -> list:
     rng = random.Random(seed)
@@ -188,7 +191,12 @@ def _save_inputs(seed: int) -> list:
         cluster = {job: [f"{job}{i}:2222" for i in range(n)] for job, n in jobs.items()}
         tasks = [[job, i] for job, n in jobs.items() for i in range(n)]
         rng.shuffle(tasks)
-        return {"about": about, "cluster": cluster, "tasks": tasks, "step": rng.randint(10, 999)}
+        tokens = [f"{number:08x}" for number in rng.sample(range(16**8), len(tasks))]
+        step = rng.randint(10, 999)
+        return {
+            **{"about": about, "cluster": cluster, "tasks": tasks},
+            **{"tokens": tokens, "step": step},
+        }
 
     return [
         case("workers only", {"worker": 2}),
@@ -200,61 +208,103 @@ def _save_inputs(seed: int) -> list:
 
 
 def _save_run(student, inputs: list) -> list:
-    """All tasks save, one after the other; write down what each asked for, and what is left."""
+    """All tasks save at the same time, each in a thread; return what lies on the disk then."""
     import tempfile
+    import threading
     from pathlib import Path
 
-    class Checkpoint:
-        def __init__(self, task):
-            self.task, self.paths = task, []
+    class Tasks:
+        """The tasks of one cluster: who writes waits until each has come, or is done without."""
 
-        def write(self, path):
+        def __init__(self, case, folder):
+            self.case, self.folder = case, folder
+            self.changed = threading.Condition()
+            self.paths, self.writes, self.done, self.errors = {}, {}, set(), []
+
+        def write(self, token, path):
             """As tf.train.Checkpoint.write: two files, whose names begin with the path."""
-            path = Path(path)
+            path = Path(path).absolute()
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.paths.append(str(path.absolute()))
+            with self.changed:
+                self.writes[token] = self.writes.get(token, 0) + 1
+                self.paths.setdefault(token, path)
+                self.changed.notify_all()
+                self.changed.wait_for(self.complete, timeout=10)
+                paths = dict(self.paths)
+            alone = [t for t in paths if list(paths.values()).count(paths[t]) == 1]
+            lines = [token, " ".join(sorted(paths)), " ".join(sorted(alone))]
             for end in (".index", ".data-00000-of-00001"):
                 with open(f"{path}{end}", "a") as file:  # a second writer does not replace it
-                    file.write(self.task)
+                    file.write("\n".join(lines) + "\n")
             return str(path)
+
+        def complete(self):
+            return len(self.paths.keys() | self.done) == len(self.case["tasks"])
+
+        def save(self, token, job, index):
+            config = {"cluster": self.case["cluster"], "task": {"type": job, "index": index}}
+            try:
+                checkpoint = Checkpoint(self, token)
+                student.save(checkpoint, str(self.folder), config, self.case["step"])
+            except BaseException as error:  # raised again when all tasks have ended
+                self.errors.append(error)
+            with self.changed:
+                self.done.add(token)
+                self.changed.notify_all()
+
+    class Checkpoint:
+        def __init__(self, tasks, token):
+            self.write = lambda path: tasks.write(token, path)
 
     answers = []
     for case in inputs:
         with tempfile.TemporaryDirectory() as top:
             folder = Path(top) / "checkpoints"
             folder.mkdir()
-            written = []
-            for job, index in case["tasks"]:
-                config = {"cluster": case["cluster"], "task": {"type": job, "index": index}}
-                checkpoint = Checkpoint(f"{job} {index}")
-                student.save(checkpoint, str(folder), config, case["step"])
-                written.append(checkpoint.paths)
-            files = [file for file in folder.rglob("*") if file.is_file()]
-            elsewhere = [Path(f"{p}.index") for each in written for p in each]
+            tasks = Tasks(case, folder)
+            threads = [
+                threading.Thread(target=tasks.save, args=(token, *task), daemon=True)
+                for token, task in zip(case["tokens"], case["tasks"], strict=True)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if tasks.errors:
+                raise tasks.errors[0]
+            inside = {file for file in folder.rglob("*") if file.is_file()}
+            others = {Path(f"{path}.index") for path in tasks.paths.values()} - inside
             answers.append(
                 {
-                    "writes": [len(each) for each in written],
-                    "different": len({p for each in written for p in each}),
-                    "kept": sorted(str(file.relative_to(folder)) for file in files),
-                    "by": sorted({file.read_text() for file in files}),
-                    "left": sum(f.exists() and folder not in f.parents for f in elsewhere),
+                    "writes": [tasks.writes.get(token, 0) for token in case["tokens"]],
+                    "kept": {
+                        str(file.relative_to(folder)): file.read_text(errors="replace")
+                        for file in inside
+                    },
+                    "left": [file.read_text(errors="replace") for file in others if file.exists()],
                 }
             )
     return answers
 
 
 def _save_expected(inputs: list) -> list:
-    return [
-        {
-            "kept": [f"ckpt-{case['step']}{end}" for end in (".data-00000-of-00001", ".index")],
-            "by": ["chief 0" if "chief" in case["cluster"] else "worker 0"],
-        }
-        for case in inputs
-    ]
+    answers = []
+    for case in inputs:
+        first = ["chief" if "chief" in case["cluster"] else "worker", 0]
+        answers.append(
+            {
+                "kept": [f"ckpt-{case['step']}{end}" for end in (".data-00000-of-00001", ".index")],
+                "by": case["tokens"][case["tasks"].index(first)],
+                "all": " ".join(sorted(case["tokens"])),
+            }
+        )
+    return answers
 
 
-def _texts(value: Any) -> bool:
-    return is_list(value) and all(type(each) is str for each in value)
+def _records(text: str) -> list[list[str]]:
+    """What a file holds: [token, all who wrote, those of them at a path of their own] a write."""
+    lines = text.split("\n")
+    return [(lines[i : i + 3] + ["", ""])[:3] for i in range(0, len(lines) - 1, 3)]
 
 
 def _save_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
@@ -271,27 +321,33 @@ def _save_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
 
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         answer, about, tasks = item(got, number), case["about"], len(case["tasks"])
-        writes, kept, by = item(answer, "writes"), item(answer, "kept"), item(answer, "by")
-        if not is_list(writes, tasks) or not _texts(kept) or not _texts(by):
+        writes, kept, left = item(answer, "writes"), item(answer, "kept"), item(answer, "left")
+        whole = is_list(writes, tasks) and type(kept) is dict and is_list(left)
+        if not whole or any(type(text) is not str for text in [*kept.values(), *left]):
             for key in why:
                 note(key, "save was not called for every task")
             continue
+        written = [record for text in [*kept.values(), *left] for record in _records(text)]
+        owners = [{token for token, _, _ in _records(text)} for text in kept.values()]
         if any(type(n) is not int or n != 1 for n in writes):
             missing = sum(n == 0 for n in writes)
             problem = f"{count(missing, 'task')} did not call checkpoint.write"
             note("all", f"{about}: {problem if missing else 'a task wrote more than once'}")
+        elif not written or any(all != want["all"] for _, all, _ in written):
+            note("all", f"{about}: no file shows that all tasks have called checkpoint.write")
         if not kept:
             note("chief", f"{about}: the folder is empty")
         elif not set(want["kept"]) <= set(kept):
             note("chief", f"{about}: there is no checkpoint of the name that was asked for")
-        elif by != want["by"]:
-            whose = "another task's" if want["by"][0] not in by else "not the chief's alone"
+        elif any(owner != {want["by"]} for owner in owners):
+            chief = any(want["by"] in owner for owner in owners)
+            whose = "not the chief's alone" if chief else "another task's"
             note("chief", f"{about}: what is in the folder is {whose}")
-        if item(answer, "different") != sum(n for n in writes if type(n) is int):
+        if any(alone != all for _, all, alone in written):
             note("paths", f"{about}: two tasks used one path")
         if len(kept) > len(want["kept"]):
             note("rest", f"{about}: {count(len(kept), 'file')} lie in the folder, 2 belong there")
-        elif item(answer, "left") != 0:
+        elif left:
             note("rest", f"{about}: a task left its files in another folder")
     if why["all"] and not why["paths"]:
         why["paths"] = "not judged until all write"
@@ -309,6 +365,7 @@ SAVE = Task(
     run=_save_run,
     expected=_save_expected,
     judge=_save_judge,
+    self_reported=1,  # "rest": where the others wrote is known to the student's process alone
     hints=(
         "Two questions: is this task the chief? And where does somebody write who is not? "
         "Nobody may skip the writing.",

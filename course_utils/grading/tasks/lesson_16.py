@@ -392,7 +392,12 @@ def _accumulate_inputs(seed: int) -> list:
             for length in lengths
         ]
         weights = [[round(rng.gauss(0, 1), 4) for _ in range(FEATURES)] for _ in range(CLASSES)]
-        return {"about": about, "micro": micro, "x": numbers, "y": targets, "weights": weights}
+        # How much a token of each class counts: only with loss_fn is the gradient right.
+        prices = [round(rng.uniform(low, low + 0.5), 4) for low in rng.sample([0.5, 1.5, 2.5], 3)]
+        return {
+            **{"about": about, "micro": micro, "x": numbers, "y": targets},
+            **{"weights": weights, "prices": prices},
+        }
 
     full = TOKENS
     return [
@@ -405,12 +410,18 @@ def _accumulate_inputs(seed: int) -> list:
 
 
 def _accumulate_run(student, inputs: list) -> list:
-    """Real gradients in float64. How many samples each call of the loss had is written down,
-    and how many tensors the graphs of the calls before it still keep for backward."""
+    """Real gradients in float64, of a loss that takes no more than `micro` samples.
+
+    How many samples each call had is written down for the messages, and how many tensors the
+    graphs of the calls before it still keep for backward.
+    """
     import weakref
 
     import torch
     from torch.autograd.graph import saved_tensors_hooks
+
+    class TooMany(Exception):
+        pass
 
     class Saved:
         def __init__(self, tensor):
@@ -429,27 +440,38 @@ def _accumulate_run(student, inputs: list) -> list:
             alive.add(saved)
             return saved
 
-        def loss_fn(model, part, sizes=sizes, kept=kept, alive=alive, save=save):
+        def loss_fn(model, part, case=case, sizes=sizes, kept=kept, alive=alive, save=save):
             x, y = part
             if len(sizes) >= 1000:
                 raise RuntimeError("loss_fn was called more than 1000 times for one batch")
             sizes.append(len(x))
             kept.append(len(alive))
+            if len(x) > case["micro"]:
+                raise TooMany(f"{len(x)} samples at once, where micro is {case['micro']}")
+            prices = torch.tensor(case["prices"], dtype=torch.float64)
             with saved_tensors_hooks(save, lambda saved: saved.tensor):
                 scores = model(x).flatten(0, 1)
-                return torch.nn.functional.cross_entropy(scores, y.flatten(), ignore_index=-100)
+                total = torch.nn.functional.cross_entropy(
+                    scores, y.flatten(), prices, ignore_index=-100, reduction="sum"
+                )
+                return total / (y != -100).sum()
 
         def counted(part):
             return int((part[1] != -100).sum())
 
-        loss = student.accumulate(model, loss_fn, batch, case["micro"], counted)
-        gradient = None if model.weight.grad is None else model.weight.grad.tolist()
-        answers.append({"loss": loss, "gradient": gradient, "sizes": sizes, "kept": kept})
+        answer = {"loss": None, "gradient": None, "sizes": sizes, "kept": kept}
+        try:
+            answer["loss"] = student.accumulate(model, loss_fn, batch, case["micro"], counted)
+            if model.weight.grad is not None:
+                answer["gradient"] = model.weight.grad.tolist()
+        except TooMany:
+            pass  # without loss and gradient nothing holds
+        answers.append(answer)
     return answers
 
 
 def _accumulate_expected(inputs: list) -> list:
-    """Softmax and cross-entropy over all counted tokens at once, by hand."""
+    """Softmax and weighted cross-entropy over all counted tokens at once, by hand."""
     import math
 
     answers = []
@@ -464,9 +486,10 @@ def _accumulate_expected(inputs: list) -> list:
         for x, y in tokens:
             scores = [sum(w * v for w, v in zip(row, x, strict=True)) for row in case["weights"]]
             total = sum(math.exp(score) for score in scores)
-            loss += (math.log(total) - scores[y]) / len(tokens)
+            price = case["prices"][y]
+            loss += price * (math.log(total) - scores[y]) / len(tokens)
             for k, score in enumerate(scores):
-                off = math.exp(score) / total - (k == y)
+                off = price * (math.exp(score) / total - (k == y))
                 for j in range(FEATURES):
                     gradient[k][j] += off * x[j] / len(tokens)
         answers.append({"loss": loss, "gradient": gradient})
