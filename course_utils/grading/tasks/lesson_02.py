@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from fractions import Fraction
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from ..task import (
@@ -212,31 +214,38 @@ def _timer_inputs(seed: int) -> list:
 
 
 def _timer_run(student, inputs: list) -> list:
-    """Time a made-up device on a made-up clock: the same times on every machine."""
+    """Time a made-up device on a made-up clock; write down which function was called when.
+
+    As with the products, these calls are a claim that the judge replays.
+    """
     answers = []
     for case in inputs:
-        world = {"now": 100.0, "busy_until": 100.0, "calls": 0, "clock": False}
+        # Somebody's work is still running on the device when the measurement begins.
+        world = {"now": 100.0, "busy_until": 100.0 + case["device"]}
+        calls = []
 
-        def fn(case=case, world=world):
-            if world["calls"] >= 1000:
-                raise RuntimeError("fn was called more than 1000 times for one number")
-            world["now"] += case["host"][world["calls"] % len(case["host"])]
-            world["now"] += 0 if world["calls"] else case["first"]
+        def note(name, calls=calls):
+            if len(calls) >= 10_000:
+                raise RuntimeError("more than 10 000 calls of fn, sync and clock for one number")
+            calls.append(name)
+
+        def fn(case=case, world=world, calls=calls, note=note):
+            before = calls.count("fn")
+            note("fn")
+            world["now"] += case["host"][before % len(case["host"])]
+            world["now"] += 0 if before else case["first"]
             world["busy_until"] = max(world["now"], world["busy_until"]) + case["device"]
-            world["calls"] += 1
 
-        def sync(world=world):
+        def sync(world=world, note=note):
+            note("sync")
             world["now"] = max(world["now"], world["busy_until"])
 
-        def clock(world=world):
-            world["clock"] = True
+        def clock(world=world, note=note):
+            note("clock")
             return world["now"]
 
-        # Somebody's work is still running on the device when the measurement begins.
-        fn_before = case["device"]
-        world["busy_until"] += fn_before
         seconds = student.measure(fn, sync, case["repeat"], clock)
-        answers.append({"seconds": seconds, "clock_was_read": world["clock"]})
+        answers.append({"seconds": seconds, "calls": calls})
     return answers
 
 
@@ -250,6 +259,30 @@ def _timer_expected(inputs: list) -> list:
     return answers
 
 
+def _timed(case: dict, calls: Any) -> float | None:
+    """The median that these calls measure, on the device of the case; None if they measure none.
+
+    A run takes from the last reading of the clock before its `fn` to the last before the next.
+    """
+    now, busy, before, reading, readings = 0.0, case["device"], 0, None, []
+    for call in calls if is_list(calls) else [None]:
+        if call == "fn":
+            now += case["host"][before % len(case["host"])] + (0 if before else case["first"])
+            busy = max(now, busy) + case["device"]
+            before += 1
+            readings.append(reading)
+        elif call == "sync":
+            now = max(now, busy)
+        elif call == "clock":
+            reading = now
+        else:
+            return None
+    readings = [*readings, reading][-case["repeat"] - 1 :]
+    if len(readings) <= case["repeat"] or None in readings:
+        return None
+    return median(stop - start for start, stop in pairwise(readings))
+
+
 _TIMER_TEXTS = {
     "warm": "the first call is not counted",
     "stop": "the clock stops only when the device is done",
@@ -261,13 +294,18 @@ _TIMER_TEXTS = {
 def _timer_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(_TIMER_TEXTS, "")
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
-        answer = item(item(got, number), "seconds")
-        clock_was_read = item(item(got, number), "clock_was_read") is True
-        if close(answer, want, relative=1e-6) and clock_was_read:
+        answer, calls = item(item(got, number), "seconds"), item(item(got, number), "calls")
+        right = close(answer, want, relative=1e-6)
+        if right and close(_timed(case, calls), want, relative=1e-6):
             continue
         problem = f"seconds were expected, not {describe(answer)}"
-        if not clock_was_read:
+        if not is_list(calls) or "clock" not in calls:
             problem = "`clock` was never called; take all times from it, not from the time module"
+        elif right:
+            problem = (
+                f"with repeat = {case['repeat']} the number is right, but it is not what the "
+                "calls of fn, sync and clock have measured"
+            )
         elif type(answer) in (int, float):
             size = "large" if answer > want else "small"
             problem = f"with repeat = {case['repeat']} your number is too {size}"

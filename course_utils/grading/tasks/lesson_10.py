@@ -441,7 +441,7 @@ _KINDS = ("one copy", "mirrored", "drifted", "on read")
 
 
 def _audit_inputs(seed: int) -> list:
-    """Variables by name and kind, with the values of their three copies."""
+    """How each variable is made, and the values of its three copies; `expected` has its kind."""
     rng = random.Random(seed)
 
     def numbers() -> list:
@@ -459,11 +459,13 @@ def _audit_inputs(seed: int) -> list:
             elif kind == "on read" and trainable:
                 second = numbers()
             third = list(first) if kind != "on read" else numbers() if trainable else first
-            out.append({"kind": kind, "trainable": trainable, "values": [first, second, third]})
+            made = {"mirrored": kind != "one copy", "on_read": kind == "on read"}
+            out.append({**made, "trainable": trainable, "values": [first, second, third]})
     for where, off in ((2, 1.0), (1, 1e-7)):  # only the last copy; by very little
         values = [numbers()] * 3
         values[where] = [*values[0][:-1], values[0][-1] + off]
-        out.append({"kind": "drifted", "trainable": True, "values": values})
+        made = {"mirrored": True, "on_read": False}
+        out.append({**made, "trainable": True, "values": values})
     rng.shuffle(out)
     return [{"name": f"v{number}", **spec} for number, spec in enumerate(out)]
 
@@ -479,12 +481,12 @@ def _audit_run(student, inputs: list) -> Any:
         answers = {}
         for spec in specs:
             options = {"trainable": spec["trainable"], "dtype": tf.float64}
-            if spec["kind"] == "on read":
+            if spec["on_read"]:
                 options["synchronization"] = tf.VariableSynchronization.ON_READ
                 options["aggregation"] = tf.VariableAggregation.SUM
-            with (default if spec["kind"] == "one copy" else strategy).scope():
+            with (strategy if spec["mirrored"] else default).scope():
                 variable = tf.Variable(spec["values"][0], **options)
-            if spec["kind"] != "one copy":
+            if spec["mirrored"]:
                 values = [tf.constant(value, tf.float64) for value in spec["values"]]
 
                 def write(variable=variable, values=values):
@@ -499,7 +501,14 @@ def _audit_run(student, inputs: list) -> Any:
 
 
 def _audit_expected(inputs: list) -> dict:
-    return {spec["name"]: spec["kind"] for spec in inputs}
+    """Each variable's kind, by how it was made and what was written to its copies."""
+    kinds = {}
+    for spec in inputs:
+        first, *others = spec["values"]
+        kind = "mirrored" if others == [first, first] else "drifted"
+        kind = "on read" if spec["on_read"] else kind
+        kinds[spec["name"]] = kind if spec["mirrored"] else "one copy"
+    return kinds
 
 
 def _audit_judge(inputs: list, expected: dict, got: Any) -> list[Finding]:

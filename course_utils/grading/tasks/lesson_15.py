@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 from ..task import Finding, Part, Task, Wrong, close, count, describe, is_list, is_number, item
@@ -398,8 +399,8 @@ def failures(step, batches):
 
 # --- 15-is-oom --------------------------------------------------------------------------
 
-# (family, is it one, type, message). Inputs carry type, message and the number in this table;
-# the verdict stays here. "#" becomes a number that the seed draws.
+# (family, is it one, type, message). Inputs carry type and message only: the verdict stays here.
+# "#" becomes a number that the seed draws.
 _MESSAGES: tuple[tuple[str, bool, str, str], ...] = (
     (
         "gpu",
@@ -521,12 +522,17 @@ _MESSAGES: tuple[tuple[str, bool, str, str], ...] = (
 def _oom_inputs(seed: int) -> list:
     rng = random.Random(seed)
     cases = []
-    for number, (_, _, kind, text) in enumerate(_MESSAGES):
+    for _, _, kind, text in _MESSAGES:
         while "#" in text:
             text = text.replace("#", str(rng.randint(11, 899)), 1)
-        cases.append({"number": number, "type": kind, "message": text})
+        cases.append({"type": kind, "message": text})
     rng.shuffle(cases)
     return cases
+
+
+def _oom_shape(kind: str, text: str) -> tuple[str, str]:
+    """Type and message without the numbers: what a row of the table and its case have in common."""
+    return kind, re.sub(r"[\d#]+", "#", text)
 
 
 def _oom_run(student, inputs: list) -> list:
@@ -553,7 +559,9 @@ def _oom_run(student, inputs: list) -> list:
 
 
 def _oom_expected(inputs: list) -> list:
-    return [_MESSAGES[case["number"]][1] for case in inputs]
+    """Of each case its family, and whether it is one."""
+    rows = {_oom_shape(kind, text): [family, is_one] for family, is_one, kind, text in _MESSAGES}
+    return [rows[_oom_shape(case["type"], case["message"])] for case in inputs]
 
 
 _OOM_TEXTS = {
@@ -566,8 +574,8 @@ _OOM_TEXTS = {
 
 def _oom_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(_OOM_TEXTS, "")
-    for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
-        family, answer = _MESSAGES[case["number"]][0], item(got, number)
+    for number, (case, (family, want)) in enumerate(zip(inputs, expected, strict=True)):
+        answer = item(got, number)
         if answer is want:
             continue
         start = case["message"][:40] or "no message"
@@ -710,7 +718,6 @@ def _evaluate_run(student, inputs: list) -> list:
         model.train(case["train"])
         if case["frozen"]:
             norm.eval()
-        before = [module.training for module in model.modules()]
         answer = {"graphs": 0, "losses": 0}
 
         def loss_fn(model, batch, case=case, answer=answer):
@@ -730,7 +737,7 @@ def _evaluate_run(student, inputs: list) -> list:
             value, passed_on = None, True
         if case["about"] == "modes":
             answer["passed_on"] = passed_on
-            answer["as_before"] = before == [module.training for module in model.modules()]
+            answer["modes"] = [module.training for module in model.modules()]
         else:
             answer["value"] = value
         if case["about"] == "eval":
@@ -792,9 +799,12 @@ def _evaluate_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
 
 
 def _modes_why(case: dict, answer: Any) -> str:
+    """Why the modes are not those in which the model came: all of one, but for a frozen layer."""
     if item(answer, "passed_on") is not (case["fails_at"] is not None):
         return "an error of loss_fn was not passed on"
-    if item(answer, "as_before") is True:
+    modes = item(answer, "modes")  # of the model, and of its three layers; BatchNorm is the last
+    came = [case["train"]] * 3 + [case["train"] and not case["frozen"]]
+    if is_list(modes, 4) and all(mode is want for mode, want in zip(modes, came, strict=True)):
         return ""
     if case["fails_at"] is not None:
         return "after an error in loss_fn the model is left in another mode"
