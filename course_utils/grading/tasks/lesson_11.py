@@ -591,8 +591,9 @@ def train(make_model, x, y, epochs, folder, callbacks):
 
 # --- 11-newest --------------------------------------------------------------------------
 
-# Real `.keras` files. The epoch also stands in the weights, so that the model that was
-# loaded says which file it came from.
+# Real `.keras` files, each with a weight of its own, drawn from the seed: so the model that was
+# loaded says which file it came from. No list says which files are whole: each has a place where
+# it is cut off, in lengths of the file. Only which files were tried is a list of `load` itself.
 
 
 def _newest_inputs(seed: int) -> list:
@@ -601,21 +602,32 @@ def _newest_inputs(seed: int) -> list:
     mixed = [2, 9, rng.randint(3, 8)]
     rng.shuffle(mixed)
     mixed.insert(0, top)  # written first, so that it is not the newest by time
+    weights = iter(rng.sample(range(1000, 10_000), 40))
+
+    def case(about, whole, torn=(), others=(), **more):
+        names = [f"ckpt-{epoch}.keras" for epoch in whole] + list(others)
+        cuts = [(name, round(rng.uniform(1, 2), 2)) for name in names]
+        for epoch in torn:  # every second torn file is empty
+            cuts.append((f"ckpt-{epoch}.keras", round(rng.uniform(0.2, 0.8), 2) * (epoch % 2)))
+        files = [{"name": name, "cut": cut, "weight": next(weights)} for name, cut in cuts]
+        return {"about": about, "files": files, **more}
+
     return [
-        {"about": "number", "good": mixed, "torn": [], "touched": None},
-        {"about": "torn", "good": [2, 9, top], "torn": [top + 1, top + 2], "touched": None},
-        {"about": "torn", "good": [3, top], "torn": [top + 2], "touched": None, "inside": True},
-        {"about": "time", "good": [4, top, top + 1], "torn": [], "touched": 4},
-        {"about": "others", "good": [5, top], "torn": [], "touched": None},
-        {"about": "none", "good": [], "torn": [1, 2], "touched": None},
-        {"about": "none", "good": [], "torn": [], "touched": None},
+        case("number", mixed),
+        case("torn", [2, 9, top], [top + 1, top + 2]),
+        case("torn", [3, top], [top + 2], inside=True),
+        case("time", [4, top, top + 1], touched="ckpt-4.keras"),
+        # whole files of another name, as other programs leave
+        case("others", [5, top], others=["ckpt-99.keras.part", "best-ckpt-98.keras"]),
+        case("none", [], [1, 2]),
+        case("none", []),
+        case("stop", [top], interrupt=rng.randint(1000, 9999)),
     ]
 
 
 def _newest_run(student, inputs: list) -> dict:
     """Let the student choose in folders of real checkpoints; say what was loaded, and how often."""
     import os
-    import shutil
     import tempfile
     import zipfile
 
@@ -633,35 +645,34 @@ def _newest_run(student, inputs: list) -> dict:
             file.seek(begin)
             file.write(bytes(40))
 
-    def write(folder, epoch, torn):
-        model.set_weights([np.full([1, 1], float(epoch))])
-        path = os.path.join(folder, f"ckpt-{epoch}.keras")
+    def write(folder, file, inside):
+        model.set_weights([np.full([1, 1], float(file["weight"]))])
+        path = os.path.join(folder, "new.keras")  # Keras asks for this ending
         model.save(path)
-        if torn:  # every second torn file is empty
-            os.truncate(path, os.path.getsize(path) // 2 if epoch % 2 else 0)
-        return path
+        if not inside:
+            size = os.path.getsize(path)
+            os.truncate(path, min(size, int(size * file["cut"])))
+        elif file["cut"] < 1:
+            tear_inside(path)
+        os.rename(path, os.path.join(folder, file["name"]))
 
     answers = []
     with tempfile.TemporaryDirectory() as place:
         for number, case in enumerate(inputs):
             folder = os.path.join(place, str(number))
             os.mkdir(folder)
-            inside = case.get("inside", False)
-            for epoch in [*case["good"], *case["torn"]]:
-                path = write(folder, epoch, epoch in case["torn"] and not inside)
-                if inside and epoch in case["torn"]:
-                    tear_inside(path)
-            if case["about"] == "others":  # whole files of another name, as other programs leave
-                for name in ("ckpt-99.keras.part", "best-ckpt-98.keras"):
-                    shutil.copy(path, os.path.join(folder, name))
-            with open(os.path.join(folder, "notes.txt"), "w") as file:
-                file.write("learning rate 0.001")
-            if case["touched"]:
-                os.chmod(os.path.join(folder, f"ckpt-{case['touched']}.keras"), 0o600)
-            loads = []
+            for file in case["files"]:
+                write(folder, file, case.get("inside", False))
+            with open(os.path.join(folder, "notes.txt"), "w") as notes:
+                notes.write("learning rate 0.001")
+            if "touched" in case:
+                os.chmod(os.path.join(folder, case["touched"]), 0o600)
+            loads, interrupt = [], case.get("interrupt")
 
-            def load(path, loads=loads):
+            def load(path, loads=loads, interrupt=interrupt):
                 loads.append(os.path.basename(str(path)))
+                if interrupt:
+                    raise KeyboardInterrupt(interrupt)
                 return keras.models.load_model(path)
 
             answer = {}
@@ -669,6 +680,11 @@ def _newest_run(student, inputs: list) -> dict:
                 found = student.newest(folder, load)
             except NotImplementedError:
                 raise
+            except KeyboardInterrupt as error:
+                if not interrupt:  # it is a person's
+                    raise
+                # A new one, raised where that of `load` was caught, has that one as its context.
+                answer["heard"] = error.args or getattr(error.__context__, "args", ())
             except Exception as error:
                 answer["error"] = f"{type(error).__name__}: {error}".replace(folder, "…")[:120]
             else:
@@ -680,33 +696,30 @@ def _newest_run(student, inputs: list) -> dict:
                 else:
                     answer["returned"] = found
             answers.append({**answer, "loads": loads})
+    return {"answers": answers}
 
-        folder = os.path.join(place, "interrupted")
-        os.mkdir(folder)
-        write(folder, 1, False), write(folder, 2, False)
 
-        def interrupted(path):
-            raise KeyboardInterrupt
-
-        try:
-            student.newest(folder, interrupted)
-        except KeyboardInterrupt:
-            stopped = True
-        except Exception:
-            stopped = False
-        else:
-            stopped = False
-    return {"answers": answers, "stopped": stopped}
+def _checkpoints(case: dict) -> tuple[dict, dict]:
+    """The files with the name of a checkpoint, by epoch: the whole ones, and the torn ones."""
+    whole, torn = {}, {}
+    for file in case["files"]:
+        name = file["name"]
+        if name.startswith("ckpt-") and name.endswith(".keras"):
+            (whole if file["cut"] >= 1 else torn)[int(name[5:-6])] = file
+    return whole, torn
 
 
 def _newest_expected(inputs: list) -> list:
     """The largest number among the whole files, and which files have to be tried for it."""
     wanted = []
     for case in inputs:
-        best = max(case["good"], default=None)
-        tried = [epoch for epoch in case["torn"] if best is None or epoch > best]
+        whole, torn = _checkpoints(case)
+        best = max(whole, default=None)
+        tried = [epoch for epoch in torn if best is None or epoch > best]
         tried += [] if best is None else [best]
-        wanted.append({"epoch": best, "loads": sorted(f"ckpt-{epoch}.keras" for epoch in tried)})
+        weight = None if best is None else whole[best]["weight"]
+        loads = sorted(f"ckpt-{epoch}.keras" for epoch in tried)
+        wanted.append({"epoch": best, "weight": weight, "loads": loads})
     return wanted
 
 
@@ -726,9 +739,13 @@ def _newest_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     right = True
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         answer = item(item(got, "answers"), number)
-        problem = _newest_why(case, want, answer)
-        why[case["about"]] = why[case["about"]] or problem
-        right = right and not problem
+        if case["about"] == "stop":
+            if item(answer, "heard") != [case["interrupt"]]:
+                why["stop"] = "the person at the keyboard was not heard: which errors do you catch?"
+        else:
+            problem = _newest_why(case, want, answer)
+            why[case["about"]] = why[case["about"]] or problem
+            right = right and not problem
         loads = item(answer, "loads")
         if not is_list(loads) or sorted(map(str, loads)) != want["loads"]:
             number_of, enough = len(loads) if is_list(loads) else 0, len(want["loads"])
@@ -737,13 +754,12 @@ def _newest_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             )
     if not right:
         why["frugal"] = "not judged until the right files are found"
-    if item(got, "stopped") is not True:
-        why["stop"] = "the person at the keyboard was not heard: which errors do you catch?"
     return [Finding(text, points, why[key]) for key, (text, points) in _NEWEST.items()]
 
 
 def _newest_why(case: dict, want: dict, answer: Any) -> str:
-    words = f"with {counted(len(case['good']), 'whole file')} and {len(case['torn'])} torn"
+    whole, torn = _checkpoints(case)
+    words = f"with {counted(len(whole), 'whole file')} and {len(torn)} torn"
     error = item(answer, "error")
     if type(error) is str:
         return f"{words}, it failed with {error}"
@@ -756,7 +772,7 @@ def _newest_why(case: dict, want: dict, answer: Any) -> str:
         return f"{words}, (epoch, model) was expected, not {describe(got)}"
     if epoch != want["epoch"]:
         return f"{words}, another epoch is the newest that loads"
-    if not close(weight, want["epoch"]):
+    if not close(weight, want["weight"]):
         return f"{words}, the model is not that of the epoch"
     return ""
 
@@ -780,6 +796,7 @@ NEWEST = Task(
     run=_newest_run,
     expected=_newest_expected,
     judge=_newest_judge,
+    self_reported=1,
     hints=(
         "The name says which epoch a file is of; whether it is whole, only loading can say. "
         "In which order do you try the files?",
