@@ -296,16 +296,22 @@ def _shards_inputs(seed: int) -> dict:
         made[-1] = [[[a, a + 100] for a in row] for row in matrix]
         return made
 
-    cases = [
-        {"about": "even", "n": 2, "tensors": tensors([4, 2, 6])},
-        {"about": "even", "n": 3, "tensors": tensors([3, 6])},
-        {"about": "uneven", "n": 2, "tensors": tensors([5, 1, 3])},
-        {"about": "uneven", "n": 3, "tensors": tensors([7, 4, 1])},
-        {"about": "uneven", "n": 4, "tensors": tensors([5, 9, 2])},  # 5 rows: the last has none
-    ]
-    for case in cases:
-        case["flats"] = _flats(case["tensors"], case["n"])
-    return {"cases": cases, "together": tensors([7, 4, 1, 3])}
+    rows = [("even", 2, [4, 2, 6]), ("even", 3, [3, 6])]
+    rows += [("uneven", 2, [5, 1, 3]), ("uneven", 3, [7, 4, 1])]
+    rows += [("uneven", 4, [5, 9, 2])]  # 5 rows: the last rank has none
+    cases = []
+    for about, n, counts in rows:
+        # Other numbers to shard than to put together: neither is the other's answer.
+        other = tensors(counts)
+        back = {"flats": _flats(other, n), "shapes": [_shape(tensor) for tensor in other]}
+        cases.append({"about": about, "n": n, "tensors": tensors(counts), **back})
+
+    def like(value: Any) -> Any:
+        return [*map(like, value)] if type(value) is list else float(rng.randint(1, 99))
+
+    # Two ranks with numbers of their own: neither has what comes back.
+    first = tensors([7, 4, 1, 3])
+    return {"cases": cases, "together": [first, like(first)]}
 
 
 def _flat(value: Any) -> list:
@@ -322,6 +328,27 @@ def _flats(tensors: list, n: int) -> list:
         for place, row in enumerate(rows):
             flats[place // height] += row
     return flats
+
+
+def _joined(flats: list, shapes: list) -> list:
+    """The parameters whose shards these are, by the owner of each row."""
+    tensors, start = [], 0
+    for shape in shapes:
+        height, width = math.ceil(shape[0] / len(flats)), math.prod(shape[1:])
+        numbers = []
+        for row in range(shape[0]):
+            place = start + row % height * width
+            numbers += flats[row // height][place : place + width]
+        tensors.append(_shaped(numbers, shape))
+        start += height * width
+    return tensors
+
+
+def _shaped(numbers: list, shape: list) -> Any:
+    if not shape:
+        return numbers[0]
+    size = len(numbers) // shape[0]
+    return [_shaped(numbers[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
 
 
 def _shards_run(student, inputs: dict) -> dict:
@@ -347,7 +374,7 @@ def _shards_run(student, inputs: dict) -> dict:
     for number, case in enumerate(inputs["cases"]):
         n = case["n"]
         dtype = torch.bfloat16 if number == 4 else torch.float32  # up to 199 it is exact
-        shapes = [tuple(tensor.shape) for tensor in made(case["tensors"])]
+        shapes = [tuple(shape) for shape in case["shapes"]]
         flats = [attempt(student.shard, made(case["tensors"], dtype), rank, n) for rank in range(n)]
         kept = [getattr(flat, "dtype", dtype) == dtype for flat in flats]
         given = [torch.tensor(flat, dtype=dtype) for flat in case["flats"]]
@@ -356,12 +383,12 @@ def _shards_run(student, inputs: dict) -> dict:
         cases.append({"flats": [listed(flat) for flat in flats], "kept": kept, "back": back})
 
     shard, unshard, together = student.shard, student.unshard, inputs["together"]
-    pair = [attempt(shard, made(together), rank, 2) for rank in range(2)]
+    pair = [attempt(shard, made(together[rank]), rank, 2) for rank in range(2)]
     flat = all(isinstance(p, torch.Tensor) and p.dim() == 1 and len(p) for p in pair)
     if not flat or len(pair[0]) != len(pair[1]):
         # Messages of different lengths would leave the ranks waiting for each other.
         return {"cases": cases, "together": "not run"}
-    sizes = [tuple(tensor.shape) for tensor in made(together)]
+    sizes = [tuple(tensor.shape) for tensor in made(together[0])]
     if isinstance(attempt(unshard, pair, sizes), str):
         return {"cases": cases, "together": "not run"}
 
@@ -370,25 +397,31 @@ def _shards_run(student, inputs: dict) -> dict:
         import torch.distributed as dist
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        tensors = [torch.tensor(tensor, device=device) for tensor in together]
+        rank = dist.get_rank()
+        tensors = [torch.tensor(tensor, device=device) for tensor in together[rank]]
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        mine = shard(tensors, dist.get_rank(), 2).contiguous()
+        mine = shard(tensors, rank, 2).contiguous()
         flats = [torch.empty_like(mine) for _ in range(2)]
         dist.all_gather(flats, mine)
         back = unshard(flats, shapes)
         back = list(back) if isinstance(back, (list, tuple)) else [back]
-        return [b.tolist() if isinstance(b, torch.Tensor) else None for b in back]
+        back = [b.tolist() if isinstance(b, torch.Tensor) else None for b in back]
+        return {"shard": mine.tolist(), "back": back}
 
     from course_utils.launch import launch
 
     return {"cases": cases, "together": launch(there_and_back, 2, together, oversubscribe=True)}
 
 
-def _shards_expected(inputs: dict) -> dict:
-    return {
-        "cases": [{"flats": case["flats"], "back": case["tensors"]} for case in inputs["cases"]],
-        "together": [inputs["together"]] * 2,
-    }
+def _shards_expected(inputs: dict) -> list:
+    """Of each case all ranks' shards, and the parameters whose shards `unshard` was given."""
+    return [
+        {
+            "flats": _flats(case["tensors"], case["n"]),
+            "back": _joined(case["flats"], case["shapes"]),
+        }
+        for case in inputs["cases"]
+    ]
 
 
 def _same(got: Any, want: Any) -> bool:
@@ -416,9 +449,34 @@ def _flat_why(words: str, rank: int, flat: Any, want: list) -> str:
     return f"{words}: its rows are not those that torch.chunk gives this rank"
 
 
-def _shards_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
+def _either(got: Any, one: Any, other: Any) -> bool:
+    """True when each number is that of the one or of the other, at the same place."""
+    if type(one) is list:
+        return is_list(got, len(one)) and all(map(_either, got, one, other))
+    return is_number(got) and got in (one, other)
+
+
+def _together_why(together: list, got: Any) -> str:
+    """By the ranks' own shards, in whatever order: are they what came back, on both ranks?"""
+    if got == "not run":
+        return "not run: mend what fails above on 2 ranks first"
+    gathered: list[float] = []
+    for rank, own in enumerate(together):
+        shard, numbers = item(item(got, rank), "shard"), {0, *_flat(own)}
+        if not is_list(shard) or not all(is_number(n) and n in numbers for n in shard):
+            return f"rank {rank}'s shard has numbers that its parameters do not have"
+        gathered += shard
+    first, second = (item(item(got, rank), "back") for rank in range(2))
+    if not _either(first, *together) or not _same(second, first):
+        return "a rank did not get back what went in"
+    if Counter(_flat(first)) - Counter(gathered):
+        return "what came back is not what the ranks' shards have"
+    return ""
+
+
+def _shards_judge(inputs: dict, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(("even", "uneven", "length", "back"), "")
-    for number, (case, want) in enumerate(zip(inputs["cases"], expected["cases"], strict=True)):
+    for number, (case, want) in enumerate(zip(inputs["cases"], expected, strict=True)):
         answer, n = item(item(got, "cases"), number), case["n"]
         rows = [len(tensor) for tensor in case["tensors"]]
         words = f"{n} ranks, parameters of {', '.join(map(str, rows))} rows"
@@ -444,10 +502,7 @@ def _shards_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
                 shaped = _shape(back[bad]) == _shape(want["back"][bad])
                 what = "other numbers" if shaped else "another shape"
                 why["back"] = f"{words}: parameter {bad} comes back with {what}"
-    together = item(got, "together")
-    not_run = "not run: mend what fails above on 2 ranks first"
-    wrong = "a rank did not get back what went in"
-    ranks = "" if _same(together, expected["together"]) else wrong
+    together = _together_why(inputs["together"], item(got, "together"))
     return [
         Finding("all ranks' shards have the same length", 1, why["length"]),
         Finding(
@@ -461,14 +516,14 @@ def _shards_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
             why["uneven"],
         ),
         Finding("unshard gives back every parameter", 1, why["back"]),
-        Finding("there and back on two ranks", 1, not_run if together == "not run" else ranks),
+        Finding("there and back on two ranks", 1, together),
     ]
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _shape(value: Any) -> list[int]:
     if type(value) is not list:
-        return ()
-    return (len(value), *(_shape(value[0]) if value else ()))
+        return []
+    return [len(value), *(_shape(value[0]) if value else [])]
 
 
 _UNSHARD = """

@@ -1,0 +1,110 @@
+"""A `run` shares its process with the student's code, which can read its frames and its lists.
+
+Nothing that `run` is given may be the answer, and no value that it reports may be a verdict: a
+program that reads or writes there gets what it earns otherwise, plus at most the points that the
+task declares as `self_reported`.
+"""
+
+import pytest
+from test_tasks import PUBLIC_SEED, answer, points
+
+from course_utils.grading import all_tasks
+
+SECRET = 4711  # a seed that no notebook shows
+assert SECRET != PUBLIC_SEED
+# (task, what it does, source, points it may get)
+FORGED = [
+    (
+        "10-audit",
+        "reads the kind that the inputs name",
+        """
+import sys
+def audit(variable, strategy):
+    return sys._getframe(1).f_locals["spec"].get("kind", "mirrored")
+""",
+        0,
+    ),
+    (
+        "15-is-oom",
+        "reads the row of the public table",
+        """
+import sys
+def is_oom(error):
+    number = sys._getframe(1).f_locals["case"].get("number")
+    return number in {0, 1, 2, 3, 7, 8, 11, 12, 13, 14, 17}
+""",
+        0,
+    ),
+    (
+        "15-evaluate",
+        "writes the modes that were before, and the number of graphs",
+        """
+import sys
+def evaluate(model, batches, loss_fn):
+    model.eval()
+    before = sys._getframe(1).f_locals.get("before", [])
+    before[:] = [False] * 4
+    try:
+        return sum(loss_fn(model, b).item() * len(b) for b in batches) / sum(map(len, batches))
+    finally:
+        loss_fn.__defaults__[1]["graphs"] = 0
+""",
+        4,
+    ),
+    (
+        "02-timer",
+        "reads the numbers of the made-up device",
+        """
+import statistics
+def measure(fn, sync, repeat, clock):
+    case = fn.__defaults__[0]
+    clock()
+    return statistics.median(case["host"]) + case["device"]
+""",
+        0,
+    ),
+    (
+        "09-shards",
+        "reads the shards, and the tensors to give back",
+        """
+import sys, torch
+def look(name):
+    frame = sys._getframe(2)
+    while frame and name not in frame.f_locals:
+        frame = frame.f_back
+    return frame and frame.f_locals[name]
+def shard(parameters, rank, n):
+    case = look("case")
+    return torch.tensor(case["flats"][rank], dtype=parameters[0].dtype) if case else torch.ones(4)
+def unshard(flats, shapes):
+    return [torch.tensor(t) for t in look("together") or look("case")["tensors"]]
+""",
+        1,  # shards of one length
+    ),
+    (
+        "09-shards",
+        "keeps the tensors that it was given, to give them back",
+        """
+import torch
+def shard(parameters, rank, n):
+    global kept
+    kept = parameters
+    return torch.cat([p.flatten() for p in parameters])
+def unshard(flats, shapes):
+    return kept
+""",
+        1,
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task_id", "source", "most"),
+    [pytest.param(i, source, most, id=f"{i}: {name}") for i, name, source, most in FORGED],
+)
+def test_no_answer_lies_about_and_no_verdict_can_be_written(task_id, source, most):
+    task = all_tasks()[task_id]
+    inputs = task.inputs(SECRET)
+    findings = task.mark(inputs, answer(task, source, inputs))
+    assert points(findings) <= most, [finding.why for finding in findings]
