@@ -2,7 +2,7 @@
 #
 # It holds Python and the tested set of packages, and nothing of the course: no task, no solution.
 # `course-grade` lends it, read-only, a copy of the course's package without the answers.
-# Build it as docs/instructors.md says. The authors had no container engine and did not build it.
+# Build it as docs/instructors.md says; what was tried of it, and what not, stands there too.
 FROM python:3.11-slim
 
 WORKDIR /install

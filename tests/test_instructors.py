@@ -1,6 +1,9 @@
 """What docs/instructors.md tells an author or an instructor to type works as it stands there."""
 
+import csv
 import inspect
+import json
+import math
 import re
 import shlex
 import subprocess
@@ -82,6 +85,103 @@ def test_every_grading_command_of_the_page_can_be_typed():
     }  # fmt: skip
     for words in typed:
         cli._parser().parse_args(shlex.split(words))
+
+
+def test_the_plans_for_a_class_add_up():
+    """A lesson takes half as much again as its card says, an exercise what its card says."""
+
+    def minutes(link):
+        notebook = json.loads((ROOT / link.removeprefix("../")).read_text(encoding="utf-8"))
+        return sum(notebook["metadata"]["course"]["minutes"].values())
+
+    days = re.split(r"(?=\*\*Day|\*\*With)", PAGE[: PAGE.index("## How to teach")])[1:]
+    total, plans = {}, 0
+    for day in days:
+        said = re.search(r"\*\* \((\d) hours? (\d+) min", day)
+        added = 0
+        for row in re.findall(r"^\|.*\.ipynb\).*$", day, re.MULTILINE):
+            lesson, *exercise = re.findall(r"\]\((\S+\.ipynb)\)", row)
+            told = [int(n) for n in re.findall(r"(?:\| |, )(\d+) (?=\|)", row)]
+            # Up to the next five minutes.
+            want = [math.ceil(minutes(lesson) * 1.5 / 5) * 5, *map(minutes, exercise)]
+            assert told == want, row
+            added += sum(told)
+            total[lesson] = minutes(lesson)
+        if added:
+            assert said and int(said[1]) * 60 + int(said[2]) == added, day[:60]
+            plans += 1
+    assert plans == 4
+    core = [
+        path
+        for path in (ROOT / "notebooks").glob("*.ipynb")
+        if '"path": "core"' in path.read_text()
+    ]
+    assert {Path(link).name for link in total} == {path.name for path in core}
+    hours, more = divmod(sum(total.values()), 60)
+    assert f"pace of their cards ({hours} hours {more} minutes)" in PAGE
+
+
+def test_every_status_stands_in_the_table_with_the_words_of_the_pages():
+    from course_utils.grading.marking import STATUSES
+    from course_utils.grading.report import WORDS
+
+    (table,) = re.findall(r"^\| status \| on the pages .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", table, re.MULTILINE)
+    assert [name for name, _ in rows] == list(STATUSES)
+    assert all(words.endswith(WORDS[name]) for name, words in rows)
+
+
+@pytest.mark.parametrize(
+    ("student", "score", "rows", "filled"),
+    [
+        (
+            "Identifier", "Grade",
+            [["Identifier", "Full name", "Grade"], ["Participant 501", "Ann", ""],
+             ["Participant 77", "Bo", "3"]],
+            [["Participant 501", "Ann", "6.5"], ["Participant 77", "Bo", "3"]],
+        ),
+        (
+            "ID", "PS (9)",
+            [["Student", "ID", "Section", "PS (9)"], ["  Points Possible", "", "", "10"],
+             ["Doe, Ann", "501", "A", ""]],
+            [["  Points Possible", "", "", "10"], ["Doe, Ann", "501", "A", "6.5"]],
+        ),
+    ],
+    ids=["Moodle", "Canvas"],
+)  # fmt: skip
+def test_the_program_fills_in_a_platforms_table(
+    tmp_path, monkeypatch, capsys, student, score, rows, filled
+):
+    from course_utils.grading import export
+    from course_utils.grading.marking import Mark, TaskMark
+
+    marks = [
+        Mark(name, "x.ipynb", "13", "ok", [TaskMark("t", "t", "ok", points, 10.0)], [], 1.0, "", id)
+        for name, id, points in (("Ann", "501", 6.5), ("Gone", "600", 2.0))
+    ]
+    monkeypatch.chdir(tmp_path)
+    Path("graded-13").mkdir()
+    Path("graded-13/grades.csv").write_text(export.nbgrader_csv(marks, "ps"), encoding="utf-8")
+    with open("worksheet.csv", "w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows(rows)
+    section = PAGE[PAGE.index("### Into your platform's gradebook") :]
+    program = re.search(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)[1]
+    program = program.replace('"Identifier", "Grade"', f'"{student}", "{score}"', 1)
+    exec(program, {})
+    with open("filled.csv", encoding="utf-8", newline="") as file:
+        assert list(csv.reader(file)) == [rows[0], *filled]
+    assert capsys.readouterr().out == "not in the table: 600\n"
+
+
+def test_the_sample_of_private_inputs_is_taken(tmp_path):
+    from course_utils.grading import cli
+
+    (program,) = re.findall(r'^\.venv/bin/python -c "(.*)" > cases\.json$', PAGE, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (tmp_path / "cases.json").write_text(done.stdout)
+    assert list(cli._private(tmp_path / "cases.json")) == ["13-staleness"]
 
 
 def test_the_image_gets_the_frameworks_and_nothing_of_the_course():
