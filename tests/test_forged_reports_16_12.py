@@ -1,9 +1,13 @@
 """Lessons 12 and 16: a report that a student's program forges gets less than the work itself."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from course_utils.grading.marking import Rules, mark_submission, preload_of
+from course_utils.grading.submission import Submission, read_exercise
 from course_utils.grading.task import copy_json
 from course_utils.grading.tasks import lesson_12, lesson_16
 from course_utils.grading.wire import plain
@@ -94,3 +98,85 @@ def test_an_error_of_one_task_is_the_error_of_all():
     save = CHIEF_OF + "    else:\n        raise KeyError(folder)\n"
     with pytest.raises(KeyError):
         findings(lesson_12.SAVE, save)
+
+
+# Ask for one sample more each time; then write down that the answer was found in few trials.
+FORGED_TRIALS = """
+import torch
+def largest_batch(trial, limit):
+    trial(1)
+    size, log = 1, trial.__defaults__[1]
+    try:
+        while True:
+            trial(size + 1)
+            size += 1
+            log[:] = [size]
+    except torch.OutOfMemoryError:
+        log[:] = TRIALS
+        return size
+"""
+
+
+@pytest.mark.parametrize("trials", ["[size]", "sorted({1, size})", "sorted({1, 2, size})"])
+def test_a_list_of_trials_made_up_from_the_answer_is_not_believed(trials):
+    found = findings(lesson_16.SEARCH, FORGED_TRIALS.replace("TRIALS", trials))
+    assert points(found) <= 1
+    assert all("two devices gave the same answers" in finding.why for finding in found[:4])
+
+
+def test_a_search_that_follows_from_the_answers_is_believed_on_any_devices():
+    doubles = next(w for w in lesson_16.SEARCH.wrong if w.name == "doubling, then bisection")
+    for seed in range(50):
+        told = "".join(finding.why for finding in findings(lesson_16.SEARCH, doubles.source, seed))
+        assert "same answers" not in told
+
+
+MEMORY = {
+    "made larger": """
+def safe_step(model, optimizer, loss_fn, batch, micro):
+    case = loss_fn.__defaults__[0]
+    case["memory"] = 10**9 if max(case["lengths"]) <= case["memory"] else 0
+    x, y = batch
+    optimizer.zero_grad()
+    for i in range(0, len(x), micro):
+        part = x[i:i + micro], y[i:i + micro]
+        (loss_fn(model, part) * len(part[0]) / len(x)).backward()
+    optimizer.step()
+    return micro
+""",
+    "said to be empty, within except": """
+import torch
+def safe_step(model, optimizer, loss_fn, batch, micro):
+    x, y = batch
+    optimizer.zero_grad()
+    try:
+        for i in range(0, len(x), micro):
+            part = x[i:i + micro], y[i:i + micro]
+            (loss_fn(model, part) * len(part[0]) / len(x)).backward()
+    except torch.OutOfMemoryError:
+        if micro == 1:
+            raise
+        loss_fn.__defaults__[2].__defaults__[1].clear()
+        return safe_step(model, optimizer, loss_fn, batch, micro // 2)
+    optimizer.step()
+    return micro
+""",
+}
+
+
+def test_in_a_notebook_the_memory_can_be_said_to_be_empty():
+    """Otherwise the next test would show nothing."""
+    source = MEMORY["said to be empty, within except"]
+    assert points(findings(lesson_16.SAFE_STEP, source)) == 6
+
+
+@pytest.mark.slow
+def test_the_memory_that_a_grader_s_kernel_keeps_cannot(sandbox):
+    exercise = read_exercise("16", Path(__file__).resolve().parent.parent)
+    exercise = replace(exercise, tasks=(lesson_16.SAFE_STEP,))
+    rules = Rules(secret="a seed that no notebook uses")
+    with sandbox.box(preload_of(exercise), rules.limits) as box:
+        for source in MEMORY.values():
+            found = Submission({lesson_16.SAFE_STEP.id: source})
+            (mark,) = mark_submission(found, exercise, rules, box)
+            assert mark.score == 3 and "is the memory of the failed try free" in mark.why

@@ -53,6 +53,7 @@ from course_utils.grading import check, hint
 # 3. Reach 98 % of the largest size that fits, where forward and backward lie on a straight line. On some devices the optimizer's step has the higher peak for most sizes; one device takes a single sample and no more.
 # 4. Some devices have a **kink**: from some size on each sample costs up to half more. There 90 % are enough. Such a device may have a high peak of the step too.
 # 5. When not even a batch of 1 fits, let the error of `trial(1)` come through.
+# 6. What you try next follows from `limit` and the answers so far: no random numbers.
 #
 # Here is a device with a kink, to look at: 100 MiB before the first sample, 2 MiB for each of the first 100 samples, 3 MiB for each one after them. Its largest batch is 333.
 

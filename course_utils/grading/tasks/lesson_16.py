@@ -6,7 +6,7 @@ import random
 from fractions import Fraction
 from typing import Any
 
-from ..task import Finding, Task, Wrong, close, count, describe, is_list, is_number, item
+from ..task import Finding, Part, Task, Wrong, close, count, describe, is_list, is_number, item
 
 OUT_OF_MEMORY = "OutOfMemoryError"
 MOST_TRIALS = 6
@@ -15,23 +15,24 @@ MOST_TRIALS = 6
 
 # The hidden device: parameters, gradients and optimizer state take `static` MiB, forward and
 # backward `slope` MiB more for each sample and `bend` MiB more for each one beyond `kink`;
-# the optimizer's step has a peak of its own, `step`. All in MiB.
+# the optimizer's step has a peak of its own, `step`. All in MiB. Each device with a kink has a
+# twin, alike up to the earlier of their two kinks: as long as both give the same answers, a
+# search asks both the same. A list of trials made up from the largest size does not.
 
 
 def _search_inputs(seed: int) -> list:
     rng = random.Random(seed)
 
-    def device(about: str, straight: int, bends: str = "", high: bool = False) -> dict:
-        """`straight`: the samples that would fit if there were no kink.
+    def device(about: str, straight: int, kink: float = 0, high: bool = False) -> dict:
+        """`straight`: the samples that would fit if there were no kink; `kink`: which share of
+        them costs no more than the first. `high`: the step's peak hides how forward and
+        backward grow.
 
         The steepest kink comes so early that the line through 1 and 2 needs more than three
         cuts of 10 % until what it promises fits: 0.9 ** 3 is 0.729, and less than 0.72 fits.
-        `high`: the step's peak hides how forward and backward grow.
         """
         static, slope = rng.randint(50, 400), rng.randint(200, 4000) / 1000
-        early, late = (0.05, 0.08) if bends == "steep" else (0.1, 0.4)
-        kink = round(rng.uniform(early, late) * straight) if bends else 10**6
-        bend = round(slope * rng.uniform(0.47 if bends == "steep" else 0.3, 0.5), 3)
+        bend = round(slope * rng.uniform(0.47 if kink < 0.1 else 0.3, 0.5), 3)
         limit = static + slope * (straight + rng.uniform(0.2, 0.8))
         step = round(static * rng.uniform(0.5, 1.0), 2)
         if high:
@@ -39,9 +40,13 @@ def _search_inputs(seed: int) -> list:
         elif about == "none":  # forward and backward would fit, the optimizer's step does not
             step = round(limit * 1.2, 2)
         return {
-            **{"about": about, "static": static, "slope": slope, "kink": kink, "bend": bend},
-            **{"step": step, "limit": round(limit, 2)},
+            **{"about": about, "static": static, "slope": slope, "bend": bend, "step": step},
+            **{"kink": round(kink * straight) if kink else 10**6, "limit": round(limit, 2)},
         }
+
+    def twins(straight: int, early: tuple, late: tuple, high: bool = False) -> list[dict]:
+        one = device("kink", straight, rng.uniform(*early), high)
+        return [one, {**one, "kink": round(rng.uniform(*late) * straight)}]
 
     return [
         device("straight", rng.randint(300, 900)),
@@ -49,9 +54,9 @@ def _search_inputs(seed: int) -> list:
         device("straight", rng.randint(5, 12)),
         device("straight", 1),
         device("step", rng.randint(300, 500), high=True),
-        device("kink", rng.randint(450, 560), bends="some"),
-        device("kink", rng.randint(1000, 4000), bends="steep"),
-        device("kink", rng.randint(1000, 4000), bends="some", high=True),
+        *twins(rng.randint(450, 560), (0.1, 0.2), (0.3, 0.4)),
+        *twins(rng.randint(1000, 4000), (0.05, 0.06), (0.07, 0.08)),
+        *twins(rng.randint(1000, 4000), (0.1, 0.2), (0.3, 0.4), high=True),
         device("none", rng.randint(300, 900)),
     ]
 
@@ -59,7 +64,7 @@ def _search_inputs(seed: int) -> list:
 def _search_run(student, inputs: list) -> list:
     """Answer the student's trials; write down which were asked for.
 
-    The judge works out by itself which of them ran.
+    The judge works out by itself which of them ran, and what the answers were.
     """
     import torch
 
@@ -154,6 +159,32 @@ def _search_why(case: dict, largest: int, answer: Any) -> tuple[str, str]:
     return "", ""
 
 
+def _answers(case: dict, trials: list[int]) -> list[tuple]:
+    """Each trial with the device's answer to it; two devices answer alike below their kinks."""
+    peaks = [case["static"] + case["slope"] * batch for batch in trials]
+    more = [case["bend"] * max(0, batch - case["kink"]) for batch in trials]
+    runs = case["step"] <= case["limit"]
+    return [
+        (batch, peak + extra if runs and peak + extra <= case["limit"] else None)
+        for batch, peak, extra in zip(trials, peaks, more, strict=True)
+    ]
+
+
+def _guessed(inputs: list, got: Any) -> bool:
+    """Whether two searches went apart before the answers of their two devices did."""
+    searches: dict[tuple, list] = {}
+    for number, case in enumerate(inputs):
+        if trials := _trials(item(got, number)):
+            same = tuple(case[key] for key in ("static", "slope", "bend", "step", "limit"))
+            searches.setdefault(same, []).append([*_answers(case, trials), (0, None)])
+    for first, *others in searches.values():
+        for other in others:
+            apart = [(a, b) for a, b in zip(first, other, strict=False) if a != b]
+            if apart and apart[0][0][0] != apart[0][1][0]:  # other sizes, not other answers
+                return True
+    return False
+
+
 def _search_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(_SEARCH_TEXTS, "")
     crashed = returned = False
@@ -179,6 +210,9 @@ def _search_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         why[about] = why[about] or enough
     if not returned:
         why["ran"] = "nothing was returned"
+    if _guessed(inputs, got):
+        told = "two devices gave the same answers, and what came next was not the same"
+        why = {about: text or (told if about != "none" else "") for about, text in why.items()}
     return [Finding(text, 1, why[about]) for about, text in _SEARCH_TEXTS.items()]
 
 
@@ -706,6 +740,12 @@ def accumulate(model, loss_fn, batch, micro, count):
 
 LR = 0.01
 
+# In a notebook the memory is made up. A grader gives each case a process of its own with as much
+# memory as the case has, in blocks so large (and never touched) that the rest of the process
+# weighs nothing beside them: what a student's program says of its memory does not count there.
+_BLOCK = 64  # MiB; from 32 on, glibc gives a freed block back at once
+_REST = 48  # MiB, for everything that is no block
+
 
 def _step_inputs(seed: int) -> list:
     rng = random.Random(seed)
@@ -717,6 +757,7 @@ def _step_inputs(seed: int) -> list:
             "micro": micro,
             "lengths": lengths,
             "memory": memory,
+            "block": 0,  # MiB that each unit of the memory really takes
             "fails": fails or "forward",
             "x": [[round(rng.gauss(0, 1), 4) for _ in "ab"] for _ in lengths],
             "y": [round(rng.gauss(0, 1), 4) for _ in lengths],
@@ -725,7 +766,7 @@ def _step_inputs(seed: int) -> list:
         }
 
     long = rng.randint(4, 5)
-    return [
+    cases = [
         case("fits", 8, [1] * 8, memory=8),
         case("halves", 8, [1] * 10, memory=5),
         case("halves", 16, [1] * 13, memory=4),
@@ -734,9 +775,18 @@ def _step_inputs(seed: int) -> list:
         case("never", 4, [1, 1, 1, 1, 1, 99, 1], memory=10),
         case("foreign", 4, [1] * 8, memory=10, fails="foreign"),
     ]
+    return [each | {"name": f"{each['about']} {number}"} for number, each in enumerate(cases)]
 
 
-def _step_run(student, inputs: list) -> list:
+def _step_parts(inputs: list) -> dict[str, Part]:
+    """One case at a time, in memory whose limit the kernel keeps."""
+    return {
+        case["name"]: Part([case | {"block": _BLOCK}], (case["memory"] * _BLOCK + _REST) * 2**20)
+        for case in inputs
+    }
+
+
+def _step_run(student, inputs: list) -> dict:
     """A real model and optimizer; the memory is made up, but a failed try really holds it.
 
     What a call needs is a local variable of it, so it is free when the call is over. When the
@@ -745,13 +795,14 @@ def _step_run(student, inputs: list) -> list:
     """
     import weakref
 
+    import numpy as np
     import torch
 
-    class Block:
-        def __init__(self, need):
-            self.need = need
+    class Unit:
+        def __init__(self, block):
+            self.memory = np.zeros(block * 2**17)
 
-    answers = []
+    answers = {}
     for case in inputs:
         first = torch.nn.Linear(2, 2, bias=False)
         second = torch.nn.Linear(2, 1, bias=False)
@@ -765,17 +816,22 @@ def _step_run(student, inputs: list) -> list:
         lengths = torch.tensor(case["lengths"])[:, None].double()
         x = torch.cat([torch.tensor(case["x"], dtype=torch.float64), lengths], dim=1)
         batch = x, torch.tensor(case["y"], dtype=torch.float64)
-        blocks, calls = weakref.WeakSet(), []
+        units, calls = weakref.WeakSet(), []
 
-        def take(need, case=case, blocks=blocks):
-            block = Block(need)
-            blocks.add(block)
-            used = sum(each.need for each in blocks)
-            if used > case["memory"]:
-                raise torch.OutOfMemoryError(
-                    f"out of memory: {need} more make {used} units in use, of {case['memory']}"
-                )
-            return block
+        def take(need, case=case, units=units):
+            taken = []
+            for _ in range(need):
+                try:
+                    if len(units) >= case["memory"]:
+                        raise MemoryError
+                    taken.append(Unit(case["block"]))
+                except MemoryError:
+                    raise torch.OutOfMemoryError(
+                        f"out of memory: {need} units were asked for; {len(units)} of "
+                        f"{case['memory']} were in use when it failed"
+                    ) from None
+                units.add(taken[-1])
+            return taken
 
         def loss_fn(model, part, case=case, calls=calls, take=take):
             x, y = part
@@ -785,7 +841,7 @@ def _step_run(student, inputs: list) -> list:
             need = int(x[:, 2].sum())
             if case["fails"] == "foreign":
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            block = take(need if case["fails"] == "forward" else 0)
+            taken = take(need if case["fails"] == "forward" else 0)
             hidden = model[0](x[:, :2])
             if case["fails"] == "backward":
 
@@ -794,7 +850,7 @@ def _step_run(student, inputs: list) -> list:
 
                 hidden.register_hook(backward)
             loss = (model[1](hidden)[:, 0] - y).square().mean()
-            del block
+            del taken
             return loss
 
         answer = {"micro": None, "raised": ""}
@@ -809,7 +865,7 @@ def _step_run(student, inputs: list) -> list:
         answer["weights"] = [layer.weight.tolist() for layer in (first, second)]
         if case["fails"] == "foreign":
             answer["calls"] = calls
-        answers.append(answer)
+        answers[case["name"]] = answer
     return answers
 
 
@@ -855,8 +911,8 @@ def _weights_right(got: Any, want: list) -> bool:
 
 def _step_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(_STEP_TEXTS, "")
-    for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
-        answer, about = item(got, number), case["about"]
+    for case, want in zip(inputs, expected, strict=True):
+        answer, about = item(got, case["name"]), case["about"]
         right = _weights_right(item(answer, "weights"), want["weights"])
         raised, micro = item(answer, "raised"), item(answer, "micro")
         if about in ("never", "foreign"):
@@ -899,6 +955,8 @@ SAFE_STEP = Task(
     run=_step_run,
     expected=_step_expected,
     judge=_step_judge,
+    parts=_step_parts,
+    self_reported=1,  # "foreign": how often loss_fn was called
     hints=(
         "Three things must be as new when you try again: the gradients (the failed try may have "
         "left some), the batch (from its first sample), and the memory. What still holds the "
