@@ -95,6 +95,19 @@ def unshard(flats, shapes):
 """,
         1,
     ),
+    (
+        "04-ring",
+        "torch's own all-reduce under the name of another module, and the count of bytes written",
+        """
+from torch.distributed.distributed_c10d import all_reduce
+def ring_all_reduce(numbers, rank, ranks, send, receive):
+    all_reduce(numbers)
+    mine = len(numbers) // ranks + (rank < len(numbers) % ranks)
+    send.__defaults__[1].update(sent=16 * (ranks - 1) * mine, to={(rank + 1) % ranks})
+    return numbers
+""",
+        0,
+    ),
 ]
 
 
@@ -108,3 +121,17 @@ def test_no_answer_lies_about_and_no_verdict_can_be_written(task_id, source, mos
     inputs = task.inputs(SECRET)
     findings = task.mark(inputs, answer(task, source, inputs))
     assert points(findings) <= most, [finding.why for finding in findings]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather_object", "barrier", "get_rank"])
+def test_a_ring_by_torch_is_told_what_to_use(name):
+    task = all_tasks()["04-ring"]
+    source = f"""
+from torch.distributed.distributed_c10d import {name}
+def ring_all_reduce(numbers, rank, ranks, send, receive):
+    {name}({"[None] * ranks, numbers" if "gather" in name else "numbers" if "all" in name else ""})
+"""
+    inputs = task.inputs(SECRET)[:1]
+    [failed] = answer(task, source, inputs)
+    assert "use send and receive" in failed["error"]

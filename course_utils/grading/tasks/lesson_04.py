@@ -61,14 +61,12 @@ def _ring_run(student, inputs: list) -> list:
         import torch.distributed as dist
 
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        group = dist.new_group(backend="gloo")  # messages between cores, also beside GPUs
+        store = dist.PrefixStore("ring", dist.distributed_c10d._get_default_store())
+        # Messages between cores, also beside GPUs, in a group that torch's collectives do not
+        # find, whatever the name under which the function has imported them.
+        group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=90))
+        dist.destroy_process_group()
 
-        def refuse(*_, **__):
-            raise RuntimeError("a collective of torch is no answer here: use send and receive")
-
-        ready = dist.barrier
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
-            setattr(dist, name, refuse)
         answers, requests = [], []
         for tag, rows in enumerate(cases):
             count = {"sent": 0, "to": set()}
@@ -79,7 +77,7 @@ def _ring_run(student, inputs: list) -> list:
                 parcel = numbers.detach().clone().flatten().to(torch.float64)
                 for part in (torch.tensor([parcel.numel()]), parcel):
                     if part.numel():
-                        request = dist.isend(part, to, group=group, tag=tag)
+                        request = group.send([part], to, tag)
                         requests.append((request, part))  # a parcel must live until it is there
                 count["sent"] += parcel.nbytes
                 count["to"].add(int(to))
@@ -89,17 +87,23 @@ def _ring_run(student, inputs: list) -> list:
                     raise ValueError(f"rank {rank} cannot receive from rank {source} of {ranks}")
                 size = torch.zeros(1, dtype=torch.int64)
                 wait = timedelta(seconds=10)
-                dist.irecv(size, source, group=group, tag=tag).wait(wait)
+                group.recv([size], source, tag).wait(wait)
                 parcel = torch.zeros(int(size), dtype=torch.float64)
                 if parcel.numel():
-                    dist.irecv(parcel, source, group=group, tag=tag).wait(wait)
+                    group.recv([parcel], source, tag).wait(wait)
                 return parcel
 
             mine = torch.tensor(rows[rank], dtype=torch.float64)
-            total = function(mine, rank, ranks, send, receive)
+            try:
+                total = function(mine, rank, ranks, send, receive)
+            except ValueError as error:
+                if "process group" not in str(error):
+                    raise
+                use = "a collective of torch is no answer here: use send and receive"
+                raise RuntimeError(use) from error
             value = total.tolist() if isinstance(total, torch.Tensor) else total
             answers.append({"sum": value, "sent": count["sent"], "to": sorted(count["to"])})
-            ready(group=group)  # nobody leaves before every parcel was taken
+            group.barrier().wait()  # nobody leaves before every parcel was taken
         return answers
 
     answers = []
