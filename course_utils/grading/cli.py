@@ -8,25 +8,39 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .collect import CollectError, find
-from .marking import Handed, Mark, Rules, code_digest, mark_class, result_name, write_whole
+from .marking import (
+    Handed,
+    Joined,
+    Mark,
+    Rules,
+    code_digest,
+    join,
+    mark_class,
+    read_mark,
+    write_whole,
+)
 from .release import ReleaseError, release
 from .report import shown
 from .sandbox import Limits, MiB, Sandbox, SandboxError, find_sandbox
-from .submission import BadNotebook, exercise_files, exercise_number, load
+from .submission import exercise_files
 from .task import count
 from .tasks import all_tasks
 
@@ -275,7 +289,13 @@ def _collect(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{out} is not empty: choose another --out")
     _must_be_free(out, arguments.paths)
     handed = _handed(arguments, out)
-    _say(f"{count(len(handed), 'notebook')} in {out}, named after the students.")
+    if other := _of_another(handed, arguments.exercise):
+        _say(f"note: {other}")
+    there = [one for one in handed if one.path]
+    _say(f"{count(len(there), 'notebook')} in {out}, named after the students.")
+    if len(there) < len(handed):
+        without = count(len(handed) - len(there), "student")
+        _say(f"{without} without a notebook: give run the export itself, and there is a mark of 0.")
     return DONE
 
 
@@ -284,24 +304,42 @@ def _run(arguments: argparse.Namespace) -> int:
     rules = _rules(arguments)
     _must_be_free(out, arguments.paths)
     console = _console()
-    with find_sandbox(arguments.sandbox) as sandbox:
-        handed = _handed(arguments, out / "submissions")
-        exercise = arguments.exercise or _common(handed)
+    results = out / "results"
+    with (
+        find_sandbox(arguments.sandbox) as sandbox,
+        tempfile.TemporaryDirectory(prefix="course-grade-") as into,
+    ):
+        _say(f"sandbox: {sandbox.name}")
+        found = _handed(arguments, Path(into))
+        if other := _of_another(found, arguments.exercise):
+            _refuse_most(found, arguments.exercise, other)
+            _say(f"note: {other}")
+        exercise = arguments.exercise or _common(found)
         _must_be_the_same(out, exercise)
         rules = _with_secret(rules, arguments.seed_file, out)
-        results = out / "results"
-        files = [results / f"{result_name(one.student)}.json" for one in handed]
+        joined, notes = join(found, results)
+        for note in notes:
+            _say(f"note: {note}")
+        for one in joined:
+            if one.older:
+                _say(f"{_who(one.before)}: kept: {_why_kept(one)} was not graded again")
+        handed = [_into(out / "submissions", one.handed) for one in joined if not one.older]
+        files = [results / f"{one.result_name}.json" for one in handed]
         before = {path: path.stat().st_mtime_ns for path in files if path.exists()}
         _note_run(out, exercise, sandbox.name, rules, handed, arguments)
-        with _progress(len(handed), exercise) as advance, _stopping(sandbox):
-            marks = mark_class(
-                handed, results, sandbox, rules, COURSE,
-                exercise=exercise, jobs=arguments.jobs, done=advance,
-            )  # fmt: skip
-    _show(marks, console)
+        try:
+            with _progress(len(handed), exercise) as advance, _stopping(sandbox):
+                mark_class(
+                    handed, results, sandbox, rules, COURSE,
+                    exercise=exercise, jobs=arguments.jobs, done=advance,
+                )  # fmt: skip
+        finally:
+            _say_replaced(joined, results)
+    marks, _ = _marks(out)
+    _show([marks[one.handed.result_name] for one in joined], console)
     kept = sum(path.stat().st_mtime_ns == time for path, time in before.items())
     if kept:
-        _say(f"{kept} of {len(marks)} had been graded before, and were not run again.")
+        _say(f"{kept} of {len(handed)} had been graded before, and were not run again.")
     _say(f"Results: {results}. Next: course-grade report {out}, course-grade export {out}")
     return DONE
 
@@ -309,13 +347,14 @@ def _run(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from . import report
 
-    marks, missing = _marks(arguments.out)
+    found, missing = _marks(arguments.out)
+    marks = list(found.values())
     _show(marks, _console())
     write_whole(arguments.out / "report.html", report.html(marks))
     pages = arguments.out / "feedback"
     pages.mkdir(exist_ok=True)
-    for mark in marks:
-        write_whole(pages / f"{result_name(mark.student)}.html", report.feedback(mark))
+    for name, mark in found.items():
+        write_whole(pages / f"{name}.html", report.feedback(mark))
     _say_missing(missing)
     _say(f"For you: {arguments.out / 'report.html'}. For each student: {pages}")
     return DONE
@@ -324,13 +363,14 @@ def _report(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from . import export
 
-    marks, missing = _marks(arguments.out)
+    found, missing = _marks(arguments.out)
+    marks = list(found.values())
     _say_missing(missing)
     numbers = sorted({mark.exercise for mark in marks if mark.exercise})
     assignment = arguments.assignment or "-".join(("exercise", *numbers))
     write_whole(arguments.out / "grades.csv", export.nbgrader_csv(marks, assignment))
-    for mark in marks:
-        folder = arguments.out / "gradescope" / result_name(mark.student)
+    for name, mark in found.items():
+        folder = arguments.out / "gradescope" / name
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "results.json", json.dumps(export.gradescope(mark), indent=1))
     _say(f"nbgrader's columns: {arguments.out / 'grades.csv'}")
@@ -375,18 +415,63 @@ def _handed(arguments: argparse.Namespace, into: Path) -> list[Handed]:
 
 def _common(handed: list[Handed]) -> str | None:
     """The exercise of the class when all readable notebooks agree; unreadable ones count as it."""
-    found: Counter[str] = Counter()
-    for one in handed:
-        try:
-            found[exercise_number(load(one.path))] += 1
-        except BadNotebook:
-            continue
+    found = Counter(one.exercise for one in handed if one.exercise)
     if len(found) == 1 and set(found) <= set(exercise_files(COURSE)):
         return next(iter(found))
     if found:
         words = ", ".join(f"{number} ({times})" for number, times in sorted(found.items()))
         _say(f"note: there are notebooks of the exercises {words}; --exercise NN says which counts")
     return None
+
+
+def _of_another(handed: list[Handed], exercise: str | None) -> str:
+    """Who handed in another exercise than the one that was named, in words."""
+    others = [one for one in handed if exercise and one.exercise not in ("", exercise)]
+    if not others:
+        return ""
+    there = count(sum(one.path is not None for one in handed), "notebook")
+    numbers = ", ".join(sorted({one.exercise for one in others}))
+    names = "" if len(others) > 5 else f" ({', '.join(one.student for one in others)})"
+    verb = "is" if len(others) == 1 else "are"
+    return f"{len(others)} of {there} {verb} of exercise {numbers}, not {exercise}{names}"
+
+
+def _refuse_most(handed: list[Handed], exercise: str, words: str) -> None:
+    """Raise UsageError when most notebooks are of another exercise than the one named."""
+    others = Counter(one.exercise for one in handed if one.exercise not in ("", exercise))
+    if others.total() * 2 > sum(one.path is not None for one in handed):
+        raise UsageError(f"{words}: type --exercise {others.most_common(1)[0][0]}")
+
+
+def _who(mark: Mark) -> str:
+    return f"{mark.student} ({mark.id})" if mark.id else mark.student
+
+
+def _why_kept(one: Joined) -> str:
+    """What was handed in now and does not count, in words."""
+    if one.handed.order[0] == one.before.order[0]:
+        return "the earlier notebook"
+    return "what is no notebook of this exercise"
+
+
+def _say_replaced(joined: list[Joined], results: Path) -> None:
+    """One line for each mark that another notebook has changed."""
+    for one in joined:
+        now = read_mark(results / f"{one.handed.result_name}.json")
+        if one.before and now and one.before.digest not in ("", now.digest):
+            later = now.order[0] == one.before.order[0]
+            by = "the later notebook" if later else "a notebook of this exercise"
+            _say(f"{_who(now)}: {one.before.score:g} → {now.score:g}, replaced by {by}")
+
+
+def _into(folder: Path, one: Handed) -> Handed:
+    """With the notebook moved to where the graded ones stay."""
+    if one.path is None:
+        return one
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{one.result_name}.ipynb"
+    shutil.move(one.path, path)
+    return replace(one, path=path)
 
 
 def _must_be_free(out: Path, paths: list[Path]) -> None:
@@ -450,10 +535,27 @@ def _private(path: Path) -> dict[str, list]:
 
 
 def _with_secret(rules: Rules, seed_file: Path | None, out: Path) -> Rules:
-    """The rules with a secret; without a file of the instructor's, one is made once, in `out`."""
-    if seed_file:
-        return rules
+    """The rules with a secret; without a file of the instructor's, one is made once, in `out`.
+
+    Raises UsageError when it is not the one that `out` was graded with: a class has one.
+    """
     path = out / "secret"
+    before = ""
+    if (out / "run.json").exists():
+        before = json.loads((out / "run.json").read_text()).get("secret's digest", "")
+    if seed_file:
+        if before not in ("", _digest(rules.secret)):
+            cure = f"leave out --seed-file, for {path} counts" if path.exists() else "give that one"
+            raise UsageError(
+                f"{out} was graded with another secret than that in {seed_file}: {cure}, or "
+                "choose another --out"
+            )
+        return rules
+    if before and not path.exists():
+        raise UsageError(
+            f"{out} was graded with a secret that is not in it: give it with --seed-file FILE, or "
+            "choose another --out"
+        )
     out.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         half = out / f"secret.{os.getpid()}.part"
@@ -462,9 +564,18 @@ def _with_secret(rules: Rules, seed_file: Path | None, out: Path) -> Rules:
             file.write(secrets.token_hex(32))
         half.replace(path)
     secret = path.read_text().strip()
+    if before not in ("", _digest(secret)):
+        raise UsageError(
+            f"{path} is not the secret that {out} was graded with: put that one back, or choose "
+            "another --out"
+        )
     if not secret:
-        raise UsageError(f"{path} is empty: remove it, and everything is graded anew")
+        raise UsageError(f"{path} is empty: remove it, and a new one is made")
     return Rules(secret, rules.limits, rules.extra)
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(f"course-grade {secret}".encode()).hexdigest()[:16]
 
 
 def _note_run(
@@ -476,7 +587,7 @@ def _note_run(
     arguments: argparse.Namespace,
 ) -> None:
     """Write OUT/run.json: what is graded, with what; never the secret."""
-    names = [result_name(one.student) for one in handed]
+    names = [one.result_name for one in handed]
     if (out / "run.json").exists():  # late submissions join the others
         before = json.loads((out / "run.json").read_text())["results"]
         names += [name for name in before if name not in names]
@@ -489,6 +600,7 @@ def _note_run(
         "limits": {"seconds": rules.limits.seconds, "MiB": rules.limits.memory / MiB},
         "jobs": arguments.jobs,
         "seed": "from a file" if arguments.seed_file else "made for this folder",
+        "secret's digest": _digest(rules.secret),
         "private cases": {name: len(cases) for name, cases in rules.extra.items()},
     }
     write_whole(out / "run.json", json.dumps(said, indent=1))
@@ -512,19 +624,22 @@ def _course_version() -> dict[str, str | None]:
 # --- marks ------------------------------------------------------------------------------------
 
 
-def _marks(out: Path) -> tuple[list[Mark], int]:
-    """The marks of all runs into `out`, and how many are still missing."""
+def _marks(out: Path) -> tuple[dict[str, Mark], int]:
+    """The marks of all runs into `out` by their result's name, and how many are still missing."""
     if not (out / "run.json").is_file():
         raise UsageError(f"{out} is no folder of results: first course-grade run … --out {out}")
-    marks, missing = [], 0
+    marks, missing = {}, 0
     for name in json.loads((out / "run.json").read_text())["results"]:
-        path = out / "results" / f"{name}.json"
-        if path.exists():
-            marks.append(Mark.from_json(json.loads(path.read_text())))
+        if mark := read_mark(out / "results" / f"{name}.json"):
+            marks[name] = mark
         else:
             missing += 1
     if not marks:
         raise Nothing(f"nothing is graded yet in {out}: the same course-grade run goes on")
+    times = Counter(mark.student for mark in marks.values())
+    for mark in marks.values():
+        if times[mark.student] > 1:
+            mark.student = _who(mark)
     return marks, missing
 
 

@@ -76,6 +76,7 @@ class _Notebook:
     order: tuple[float, float]
     data: bytes
     late: bool = False
+    zip: str = ""  # that it lies in
 
 
 @dataclass
@@ -104,13 +105,22 @@ def find(
             _gather(path, parts, pile, opened)
         into.mkdir(parents=True, exist_ok=True)
         handed, mixed, used = [], 0, set()
-        for label, number, entries in _by_student(pile):
+        for label, number, entries, others in _by_student(pile):
             found = _read(label, entries, pile.notes)
-            best, several = _choose(label, found, exercise, pile.notes)
+            if not found:
+                problem = _instead([entry.parts for entry, _ in entries] + others)
+                pile.notes.append(f"{label}: {problem}")
+                handed.append(Handed(label, None, number, problem=problem))
+                continue
+            best, said, several = _choose(label, found, exercise, pile.notes)
             mixed += several
             if best.late:
                 pile.notes.append(f"{label}: late, says the file's name")
-            handed.append(_keep(label, number, best, into, used))
+            order = int(_fits(said, exercise)), *best.order
+            path, problem = _keep(label, best, into, used), ""
+            if path is None:
+                problem = f"handed in {best.label}, which is empty or cannot be read"
+            handed.append(Handed(label, path, number, best.label, said, order, problem))
     if mixed * 2 > len(handed):
         raise CollectError(
             "most students have notebooks of several exercises: say which one is meant, as in "
@@ -294,8 +304,14 @@ def _attempt(platform: str, when: str | None) -> float:
         return 0.0
 
 
-def _by_student(pile: _Pile) -> list[tuple[str, str, list[tuple[_Entry, _Named]]]]:
-    """The name to show, the platform's number, and the files of each student, sorted by name."""
+_Student = tuple[str, str, list[tuple[_Entry, _Named]], list[tuple[str, ...]]]
+
+
+def _by_student(pile: _Pile) -> list[_Student]:
+    """The name to show, the platform's number, and the files of each student, sorted by name.
+
+    Other files than notebooks and zips only for those who handed in nothing else.
+    """
     paths = [entry.parts for entry in pile.entries]
     deep = _depth(paths)
     canvas = _are_people(paths, deep)
@@ -315,12 +331,12 @@ def _by_student(pile: _Pile) -> list[tuple[str, str, list[tuple[_Entry, _Named]]
         if (one.name, one.number) not in groups:
             left_out.setdefault((one.name, one.number), []).append(parts)
     for key, others in left_out.items():
-        first = "/".join(others[0])
-        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-        pile.notes.append(f"{first}{more}: not a notebook; it was left out")
         in_folder = folders and any(len(parts) > deep + 1 for parts in others)
         if in_folder or any(_platform(parts[deep], canvas) for parts in others if parts[deep:]):
             groups[key] = []  # handed in, and nothing to grade
+        else:
+            first, more = _and_more(["/".join(parts) for parts in others])
+            pile.notes.append(f"{first}{more}: not a notebook; it was left out")
     labels = {key: _label(key[0]) for key in groups}
     times = Counter(labels.values())
     students, used = [], set()
@@ -332,8 +348,19 @@ def _by_student(pile: _Pile) -> list[tuple[str, str, list[tuple[_Entry, _Named]]
         while label in used:
             label += "'"
         used.add(label)
-        students.append((label, key[1], groups[key]))
+        students.append((label, key[1], groups[key], left_out.get(key, [])))
     return students
+
+
+def _and_more(names: list[str]) -> tuple[str, str]:
+    return names[0], f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _instead(paths: list[tuple[str, ...]]) -> str:
+    """What somebody handed in who handed in no notebook."""
+    first, more = _and_more([parts[-1] for parts in paths])
+    verb = "holds" if _is_zip(first) else "is"
+    return f"handed in {first}{more}, which {verb} no notebook"
 
 
 def _label(name: str) -> str:
@@ -347,10 +374,7 @@ def _label(name: str) -> str:
 def _read(
     label: str, entries: list[tuple[_Entry, _Named]], all_notes: list[str]
 ) -> list[_Notebook]:
-    """A student's notebooks, the latest first, as far as they fit in MAX_STUDENT bytes.
-
-    Never empty: who handed in no notebook gets one that cannot be graded.
-    """
+    """A student's notebooks, the latest first, as far as they fit in MAX_STUDENT bytes."""
     found: list[_Notebook] = []
     notes: list[str] = []
     left = MAX_STUDENT
@@ -358,7 +382,9 @@ def _read(
     for entry, named in latest_first:
         if left <= 0:
             break
-        blank = _Notebook(entry.parts[-1], (named.attempt, entry.written), b"", named.late)
+        inside = entry.path.name if entry.member else ""
+        order = named.attempt, entry.written
+        blank = _Notebook(entry.parts[-1], order, b"", named.late, inside)
         if entry.member:
             left = _unpack(label, entry.archive, entry.member, blank, left, found, notes)
             continue
@@ -375,9 +401,7 @@ def _read(
             f"{label}: the files are larger than {MAX_STUDENT // 2**20} MiB when unpacked; those "
             "after that were left out"
         )
-    if not found:
-        all_notes.append(f"{label}: handed in no notebook")
-    return found or [_Notebook("", (0, 0), b"")]
+    return found
 
 
 def _unpack(
@@ -426,22 +450,30 @@ def _unpack(
 
 def _choose(
     label: str, found: list[_Notebook], exercise: str | None, notes: list[str]
-) -> tuple[_Notebook, bool]:
-    """The notebook that counts, and whether it is a guess between several exercises."""
-    if len(found) == 1:
-        return found[0], False
+) -> tuple[_Notebook, str, bool]:
+    """The notebook that counts, its exercise, and whether it is a guess between several."""
     numbers = {one: _number(one.data) for one in found}
     best = max(found, key=lambda one: (_fits(numbers[one], exercise), one.order))
+    if len(found) == 1:
+        return best, numbers[best], False
     known = sorted({number for number in numbers.values() if number})
     mixed = len(known) > 1 and not exercise
     words = f"{len(found)} notebooks; what counts is the latest"
     if numbers[best]:
         words += f" of exercise {numbers[best]}" if exercise else f", of exercise {numbers[best]}"
-    words += f": {best.label}"
+    several = len({one.zip for one in found}) > 1
+    words += f": {_where(best) if several else best.label}"
+    same = [one for one in found if one.order == best.order and one.data != best.data]
+    if several and same:
+        words += f" (given first; {_where(same[0])} has the same time)"
     if mixed:
         words += f" (there are {', '.join(known)}: --exercise NN says which is meant)"
     notes.append(f"{label}: {words}")
-    return best, mixed
+    return best, numbers[best], mixed
+
+
+def _where(one: _Notebook) -> str:
+    return f"{one.label} in {one.zip}" if one.zip else one.label
 
 
 def _fits(number: str, exercise: str | None) -> bool:
@@ -456,8 +488,13 @@ def _number(data: bytes) -> str:
         return ""
 
 
-def _keep(label: str, number: str, best: _Notebook, into: Path, used: set[str]) -> Handed:
-    """Write the notebook under a name of ours: the student's where that is harmless."""
+def _keep(label: str, best: _Notebook, into: Path, used: set[str]) -> Path | None:
+    """Write the notebook under a name of ours, the student's where that is harmless.
+
+    With its own time, which says later which of two is newer. None when there is nothing in it.
+    """
+    if not best.data:
+        return None
     name = label
     plain = re.fullmatch(r"\w[\w .,'()@+-]*", label) and label[-1] not in ". "
     if not plain or _platform(label) or _is_notebook(label) or label.casefold() in used:
@@ -465,4 +502,6 @@ def _keep(label: str, number: str, best: _Notebook, into: Path, used: set[str]) 
     used.add(label.casefold())
     path = into / f"{name}.ipynb"
     path.write_bytes(best.data)
-    return Handed(label, path, number)
+    if best.order[1] > 0:
+        os.utime(path, (best.order[1], best.order[1]))
+    return path

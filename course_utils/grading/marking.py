@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._cpu import read_cpu
 from .sandbox import NO_MEMORY_LEFT, PACKAGE, Answer, Box, Limits, Sandbox, SandboxError
@@ -58,7 +58,11 @@ class TaskMark:
 
 @dataclass
 class Mark:
-    """One submission. `status`: ok, or bad_notebook when nothing of it could be read."""
+    """One submission. `status`: ok, or bad_notebook when nothing of it could be read.
+
+    id, order  as in Handed
+    digest     of the notebook that was marked; `replaced`: of those that it came after
+    """
 
     student: str
     file: str
@@ -69,6 +73,9 @@ class Mark:
     seconds: float
     key: str = ""
     id: str = ""
+    order: tuple[int, float, float] = (0, 0.0, 0.0)
+    digest: str = ""
+    replaced: list[str] = field(default_factory=list)
 
     @property
     def score(self) -> float:
@@ -84,17 +91,46 @@ class Mark:
     @classmethod
     def from_json(cls, data: dict) -> Mark:
         tasks = [TaskMark(**task) for task in data["tasks"]]
-        own = {name: data[name] for name in cls.__dataclass_fields__ if name != "tasks"}
+        names = [name for name in cls.__dataclass_fields__ if name != "tasks" and name in data]
+        own = {name: data[name] for name in names}
         return cls(tasks=tasks, **own)
 
 
 @dataclass(frozen=True)
 class Handed:
-    """A notebook that a student handed in; `id`: the platform's own number of the student."""
+    """What a student handed in.
+
+    path      the notebook; None when there is none, and `problem` says so
+    id        the platform's own number of the student
+    file      its name, as the student chose it
+    exercise  the number that it says of itself; "" when it says none
+    order     (1 when it is of the right exercise, attempt, time): the greatest counts. 0: not known
+    result    the name of the result's file, where earlier runs have one for this student
+    replaced  digests of the notebooks that it comes after
+    """
 
     student: str
-    path: Path
+    path: Path | None
     id: str = ""
+    file: str = ""
+    exercise: str = ""
+    order: tuple[int, float, float] = (0, 0.0, 0.0)
+    problem: str = ""
+    result: str = ""
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def result_name(self) -> str:
+        return self.result or result_name(self.student, self.id)
+
+    def digest(self) -> str:
+        """Of the notebook; of why there is none, where it cannot be read."""
+        try:
+            with open(self.path or "", "rb") as file:  # of any size
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            why = self.problem or error.strerror or str(error)
+            return hashlib.sha256(why.encode("utf-8", "replace")).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -271,8 +307,9 @@ def _keep_to(shares: queue.SimpleQueue) -> None:
 
 
 def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise, code) -> Mark:
-    key, path = _key(one, rules, exercise, code), out / f"{result_name(one.student)}.json"
-    if before := _before(path, key):
+    key, path = _key(one, rules, exercise, code), out / f"{one.result_name}.json"
+    before = read_mark(path)
+    if before and before.key == key:
         return before
     try:
         mark = mark_file(one, sandbox, rules, course, exercise)
@@ -282,9 +319,10 @@ def _mark_or_read(one: Handed, out, sandbox, rules, course, exercise, code) -> M
         raise
     except Exception as error:  # one notebook must not stop a class; the next run tries it again
         notes = [f"the grader failed on this notebook, please report it: {one_line(repr(error))}"]
-        mark = Mark(one.student, one.path.name, exercise or "", "bad_notebook", [], notes, 0.0)
+        mark = Mark(one.student, _file(one), exercise or "", "bad_notebook", [], notes, 0.0)
         key = ""
     mark.key, mark.id = key, one.id
+    mark.order, mark.digest, mark.replaced = one.order, one.digest(), list(one.replaced)
     write_whole(path, json.dumps(mark.as_json(), indent=1))
     return mark
 
@@ -295,6 +333,8 @@ def mark_file(
     """Mark one notebook in a sandbox of its own."""
     start = time.monotonic()
     try:
+        if one.path is None:
+            raise BadNotebook(one.problem)
         cells = load(one.path)
         given = read_exercise(exercise or exercise_number(cells), course)
     except (BadNotebook, OSError) as error:
@@ -303,27 +343,122 @@ def mark_file(
             given = read_exercise(exercise, course)
             tasks = [_nothing(task, "bad_notebook", str(error)) for task in given.tasks]
         notes = [str(error)]
-        return Mark(one.student, one.path.name, exercise or "", "bad_notebook", tasks, notes, 0.0)
+        return Mark(one.student, _file(one), exercise or "", "bad_notebook", tasks, notes, 0.0)
     found = take(cells, given)
     with sandbox.box(preload_of(given), rules.limits) as box:
         tasks = mark_submission(found, given, rules, box)
     seconds = round(time.monotonic() - start, 2)
-    return Mark(one.student, one.path.name, given.number, "ok", tasks, found.notes, seconds)
+    return Mark(one.student, _file(one), given.number, "ok", tasks, found.notes, seconds)
 
 
-def result_name(student: str) -> str:
-    """A file name for the result of this student, whatever characters the name has."""
-    safe = "".join(letter if letter.isalnum() else "-" for letter in student)[:60]
-    return f"{safe}-{hashlib.sha256(student.encode('utf-8', 'replace')).hexdigest()[:8]}"
+def _file(one: Handed) -> str:
+    return one.file or (one.path.name if one.path else "")
 
 
-def _before(path: Path, key: str) -> Mark | None:
-    """The mark in a result file that was made in the same way; a damaged file holds none."""
+def result_name(student: str, number: str = "") -> str:
+    """A file name for the result of this student, whatever characters the name has.
+
+    Two people of one name have numbers of their platform to tell them apart.
+    """
+    safe = "".join(letter if letter.isalnum() else "-" for letter in _bare(student, number))[:60]
+    who = (number or student).encode("utf-8", "replace")
+    return f"{safe}-{hashlib.sha256(who).hexdigest()[:8]}"
+
+
+def _bare(student: str, number: str) -> str:
+    """The name alone: without the number that tells two people of one name apart."""
+    return student.removesuffix(f" ({number})") if number else student
+
+
+def read_mark(path: Path) -> Mark | None:
+    """The mark in a result file; a damaged file holds none."""
     try:
-        data = json.loads(path.read_text())
-        return Mark.from_json(data) if data["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return Mark.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+# --- several runs into one folder ---------------------------------------------------------------
+
+
+class Joined(NamedTuple):
+    """What a student handed in, the mark that is there already, and whether that one counts."""
+
+    handed: Handed
+    before: Mark | None
+    older: bool
+
+
+def join(handed: Iterable[Handed], out: Path) -> tuple[list[Joined], list[str]]:
+    """What was handed in, under the names and numbers of the results in `out`; and notes.
+
+    A student is known by the platform's number; by the name where one of the two has no number,
+    as a notebook that came by mail.
+    """
+    known = {path.stem: mark for path in sorted(out.glob("*.json")) if (mark := read_mark(path))}
+    joined, notes = [], []
+    for one in handed:
+        same = _rows(one, known)
+        if len(same) > 1:
+            notes.append(
+                f"{one.student}: {len(same)} students have this name, so the notebook has a row "
+                f"of its own. If it is one of them, put the number into the file's name: "
+                f"{one.student} ({known[same[0]].id}).ipynb"
+            )
+        mark = known.pop(same[0]) if len(same) == 1 else None
+        number = one.id or (mark.id if mark else "")
+        older = mark is not None and _is_older(one, mark)
+        name = mark.student if mark else _bare(one.student, number)
+        one = replace(one, student=name, id=number)
+        joined.append(Joined(_after(one, same[0], mark) if mark else one, mark, older))
+    return joined, notes
+
+
+def _rows(one: Handed, known: dict[str, Mark]) -> list[str]:
+    """Names of the results that may be this student's: several when the name says too little."""
+    names = _names(one.student, one.id)
+    for fits in (
+        lambda mark: one.id and mark.id == one.id,
+        lambda mark: not one.id and not mark.id and mark.student == one.student,
+        lambda mark: not (one.id and mark.id) and names & _names(mark.student, mark.id),
+    ):
+        if same := [stem for stem, mark in known.items() if fits(mark)]:
+            return same
+    return []
+
+
+def _names(student: str, number: str) -> set[str]:
+    return {student, f"{student} ({number})"} if number else {student}
+
+
+def _is_older(one: Handed, mark: Mark) -> bool:
+    """Whether the notebook came before the one that was marked, as far as that is known.
+
+    One of the right exercise counts before any other; then the attempt that the platform names,
+    where both have one; then the time. Without times it is the one that was given first.
+    """
+    right, attempt, written = one.order
+    digest = one.digest()
+    if digest == mark.digest:
+        return False
+    if right != mark.order[0]:
+        return right < mark.order[0]
+    if attempt and mark.order[1] and attempt != mark.order[1]:
+        return attempt < mark.order[1]
+    if digest in mark.replaced and (attempt or written <= mark.order[2]):
+        return True  # the same export again, whose files may have the time of the download
+    return 0 < written < mark.order[2]
+
+
+def _after(one: Handed, result: str, mark: Mark) -> Handed:
+    """With the mark's place: what is not known of its order is taken from the mark."""
+    right, attempt, written = one.order
+    order = (right, attempt or mark.order[1], written or mark.order[2])
+    if one.digest() == mark.digest:
+        order, replaced = max(order, tuple(mark.order)), mark.replaced
+    else:
+        replaced = [*mark.replaced, mark.digest]
+    return replace(one, result=result, order=order, replaced=tuple(replaced))
 
 
 def code_digest(course: Path) -> str:
@@ -337,11 +472,7 @@ def code_digest(course: Path) -> str:
 def _key(one: Handed, rules: Rules, exercise: str | None, code: str) -> str:
     """Changes whenever a mark might: with the notebook, the rules, the exercises, or this code."""
     digest = hashlib.sha256(code.encode())
-    try:
-        with one.path.open("rb") as file:  # of any size
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    except OSError as error:
-        digest.update(str(error).encode())
+    digest.update(one.digest().encode())
     digest.update(
         json.dumps([rules.secret, asdict(rules.limits), rules.extra, exercise, one.id]).encode()
     )
