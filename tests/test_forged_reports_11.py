@@ -82,3 +82,39 @@ def newest(folder, load):
         {end}
 """
     assert passed("11-newest", source) == {STOP}
+
+
+# --- 11-resume --------------------------------------------------------------------------
+
+PLAYED = """
+import os
+def train(make_model, x, y, epochs, folder, callbacks):
+    note = os.path.join(folder, "done")
+    open(note, "a").close()
+    MODEL
+    for epoch in range(os.path.getsize(note), epochs):
+        callbacks[0].on_epoch_begin(epoch)
+        callbacks[0].on_train_batch_end(1)
+        open(note, "a").write("x")
+    model = make_model()
+    model.fit(x, y, epochs=epochs, shuffle=False, verbose=0)
+    return model
+"""
+TRAINED = "model = make_model(); model.fit(x, y, epochs=epochs, shuffle=False, verbose=0)"
+
+
+@pytest.mark.parametrize(
+    ("model", "holds"),
+    [
+        ("pass", set()),
+        ("callbacks[0].set_model(make_model())", set()),
+        # It has trained until the kill; nothing of it was saved.
+        (
+            TRAINED + "; callbacks[0].set_model(model)",
+            {"until the kill, each epoch is trained once"},
+        ),
+    ],
+    ids=["no model", "an untrained model", "a trained model"],
+)
+def test_resume_callbacks_that_are_played_prove_no_model(model, holds):
+    assert passed("11-resume", PLAYED.replace("MODEL", model)) == holds

@@ -96,7 +96,7 @@ check("11-pipeline")
 # - The process may be killed at any moment but that of a save, and `train` is then called again with the same arguments. It goes on with the epoch that was interrupted, with the weights and the optimizer's state from the end of the one before.
 # - When all epochs are done already, it trains nothing and returns the model.
 #
-# `make_model()` returns a compiled model. Call `fit` with `shuffle=False`, so that the check can compare, with `verbose=0`, and with the given `callbacks` among yours: by them the check sees which epochs run, and kills you. The check trains more than ten epochs.
+# `make_model()` returns a compiled model; after a kill it begins with other random weights, so that only saved ones help. Call `fit` with `shuffle=False`, so that the check can compare, with `verbose=0`, and with the given `callbacks` among yours: by them the check sees which epochs run, and kills you. The check trains more than ten epochs.
 
 
 # %% task="11-resume"

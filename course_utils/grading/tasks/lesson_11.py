@@ -312,18 +312,22 @@ def pipeline(files, decode, augment, number, local, replicas):
 
 # Real training of a very small model: ended in the middle of an epoch by an error that stands
 # for the kill (the files on the disk are the same), then called again, and once more when all
-# epochs are done.
+# epochs are done. Each time the new models begin with other weights: so the weights at the kill,
+# after it and at the end show which epochs were trained, and that they were saved and loaded.
 
 
 def _resume_inputs(seed: int) -> dict:
     rng = chance.Random(seed)
     # The kill comes after ten saved epochs, so that names and numbers sort otherwise.
     data = [round(rng.uniform(-1, 1), 3) for _ in range(rng.randint(34, 60))]
-    return {"epochs": 11, "killed_in": 10, "data": data}
+    starts = [
+        round(w + rng.uniform(-0.1, 0.1), 3) for w in rng.sample([0.2, 0.5, 0.8, 1.1, 1.4], 3)
+    ]
+    return {"epochs": 11, "killed_in": 10, "data": data, "starts": starts}
 
 
 def _resume_run(student, inputs: dict) -> dict:
-    """Train, be killed, train again; write down which epochs ran and where the weights are."""
+    """Train, be killed, train again; write down which epochs ran and where the weights were."""
     import os
     import tempfile
 
@@ -337,20 +341,18 @@ def _resume_run(student, inputs: dict) -> dict:
     class Killed(Exception):
         pass
 
-    def make_model():
-        start = keras.initializers.Constant(0.5)
-        layers = [keras.Input((1,)), keras.layers.Dense(1, kernel_initializer=start)]
-        model = keras.Sequential(layers)
-        adam = keras.optimizers.Adam(0.05)
-        model.compile(optimizer=adam, loss="mse", jit_compile=False)
-        return model
+    def weights(model):
+        if isinstance(model, keras.Model):
+            return [float(value) for array in model.get_weights() for value in np.ravel(array)]
 
     class Watch(keras.callbacks.Callback):
         def __init__(self, killed_in=None):
             super().__init__()
             self.killed_in, self.epochs, self.steps = killed_in, [], 0
+            self.begin = self.end = None
 
         def on_epoch_begin(self, epoch, logs=None):
+            self.begin = self.begin if self.epochs else weights(self.model)
             self.epochs.append(epoch)
 
         def on_train_batch_end(self, batch, logs=None):
@@ -358,29 +360,40 @@ def _resume_run(student, inputs: dict) -> dict:
             if self.steps > 500:
                 raise RuntimeError("more than 500 batches were trained")
             if self.epochs[-1] == self.killed_in and batch == 1:
+                self.end = weights(self.model)
                 raise Killed
 
-    def train(folder, killed_in=None):
+    def train(folder, start, killed_in=None):
+        def make_model():
+            first = keras.initializers.Constant(start)
+            layers = [keras.Input((1,)), keras.layers.Dense(1, kernel_initializer=first)]
+            model = keras.Sequential(layers)
+            adam = keras.optimizers.Adam(0.05)
+            model.compile(optimizer=adam, loss="mse", jit_compile=False)
+            return model
+
         watch = Watch(killed_in)
         try:
             model = student.train(make_model, x, y, inputs["epochs"], folder, [watch])
         except Killed:
-            return {"epochs": watch.epochs, "killed": True}
+            return {"epochs": watch.epochs, "killed": True, "weights": watch.end}
         if not isinstance(model, keras.Model):
-            return {"epochs": watch.epochs, "returned": model}
-        weights = [float(value) for array in model.get_weights() for value in np.ravel(array)]
+            return {"epochs": watch.epochs, "begin": watch.begin, "returned": model}
         updates = int(model.optimizer.iterations.numpy())
-        return {"epochs": watch.epochs, "weights": weights, "updates": updates}
+        found = {"epochs": watch.epochs, "weights": weights(model), "updates": updates}
+        return {**found, "begin": watch.begin} if watch.epochs else found
 
     with tempfile.TemporaryDirectory() as folder:
-        killed = train(folder, inputs["killed_in"])
-        return {"killed": killed, "again": train(folder), "done": train(folder)}
+        first, second, third = inputs["starts"]
+        killed = train(folder, first, inputs["killed_in"])
+        return {"killed": killed, "again": train(folder, second), "done": train(folder, third)}
 
 
 def _resume_expected(inputs: dict) -> dict:
-    """Adam on a line, in plain Python: where the weights are after all epochs."""
+    """Adam on a line, in plain Python: where the weights are, from the start of the first call."""
     x = inputs["data"]
-    w, b, state, step = 0.5, 0.0, [[0.0, 0.0], [0.0, 0.0]], 0
+    w, b, state, step = inputs["starts"][0], 0.0, [[0.0, 0.0], [0.0, 0.0]], 0
+    after = []
     batches = [x[i : i + 32] for i in range(0, len(x), 32)]
     for _ in range(inputs["epochs"]):
         for batch in batches:
@@ -396,7 +409,14 @@ def _resume_expected(inputs: dict) -> dict:
                 rate = 0.05 * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step)
                 moves.append(rate * pair[0] / (pair[1] ** 0.5 + 1e-7))
             w, b = w - moves[0], b - moves[1]
-    return {"weights": [w, b], "updates": step}
+            after.append([w, b])
+    saved = inputs["killed_in"] * len(batches)  # updates before the epoch of the kill
+    return {
+        "begin": after[saved - 1],
+        "killed": after[saved + 1],  # in that epoch, after its second batch
+        "weights": after[-1],
+        "updates": step,
+    }
 
 
 def _same_weights(got: Any, want: list[float]) -> bool:
@@ -417,6 +437,8 @@ def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         first = "with an empty folder, some epochs were not trained, or trained twice"
     elif item(killed, "killed") is not True:
         first = "it was killed by a callback, and did not end: is the error caught?"
+    elif not _same_weights(item(killed, "weights"), expected["killed"]):
+        first = "when it was killed, its weights were not those of that many trained batches"
     epochs = item(again, "epochs")
     want = every[inputs["killed_in"] :]
     resumed = ""
@@ -428,6 +450,8 @@ def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
             0 < epochs[0] < want[0]: "it repeated an epoch that had been completed",
             epochs[0] > want[0]: "it left out the epoch in which it was killed",
         }.get(True, "it did not stop after the last epoch")
+    elif not _same_weights(item(again, "begin"), expected["begin"]):
+        resumed = "it did not begin with the weights from the end of the last completed epoch"
     state = ""
     if not _same_weights(item(again, "weights"), expected["weights"]):
         state = "its weights are not those of a run without a break"
