@@ -301,7 +301,9 @@ def test_feedback_is_html_of_ours_alone(one):
 def test_feedback_for_a_file_that_could_not_be_read():
     bad = mark("Bea", [], ["it is not JSON in UTF-8"], "bad_notebook", exercise="")
     page = check_page(report.feedback(bad))
-    assert "it is not JSON in UTF-8" in page.text and "save it" in page.text
+    assert "it is not JSON in UTF-8" in page.text and "that .ipynb file." in page.text
+    none = mark("Bea", [], ["handed in x.pdf, which is no notebook"], "bad_notebook", file="")
+    assert "<p><bdi>Bea</bdi></p>" in report.feedback(none)
 
 
 def test_feedback_of_every_task_of_the_course():

@@ -43,7 +43,7 @@ ADVICE = {
     "crash": "Return the answer from the function; call neither sys.exit nor os._exit.",
     "bad_reply": "Return what the task asks for, print nothing that imitates an answer, and keep "
     "it small.",
-    "bad_notebook": "Open the file in JupyterLab, save it, and hand that file in.",
+    "bad_notebook": "Open the notebook in JupyterLab, save it, and hand in that .ipynb file.",
     "duplicate_id": "Keep the cell that counts and delete its copy.",
     "missing_cell": "Copy your answer into a fresh copy of the exercise: the grader finds cells "
     "by metadata that some programs remove.",
@@ -300,7 +300,8 @@ def feedback(mark: Mark) -> str:
     The notes to the instructor are not in it.
     """
     title = f"Feedback: {_heading(mark.exercise).lower()}" if mark.exercise else "Feedback"
-    parts = [f"<h1>{_text(title)}</h1><p>{_name(mark.student)}, {_name(mark.file, 120)}</p>"]
+    file = f", {_name(mark.file, 120)}" if mark.file else ""
+    parts = [f"<h1>{_text(title)}</h1><p>{_name(mark.student)}{file}</p>"]
     if mark.status == "bad_notebook":
         why = "; ".join(mark.notes)
         parts.append(
