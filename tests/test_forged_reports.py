@@ -135,3 +135,53 @@ def ring_all_reduce(numbers, rank, ranks, send, receive):
     inputs = task.inputs(SECRET)[:1]
     [failed] = answer(task, source, inputs)
     assert "use send and receive" in failed["error"]
+
+
+TIMERS = {
+    "one reading ends a run and starts the next": """
+import statistics
+def measure(fn, sync, repeat, clock):
+    fn()
+    sync()
+    times = [clock()]
+    for _ in range(repeat):
+        fn()
+        sync()
+        times.append(clock())
+    return statistics.median(b - a for a, b in zip(times, times[1:]))
+""",
+    "also reads when fn returns, and warms up twice": """
+import statistics
+def measure(fn, sync, repeat, clock):
+    fn()
+    fn()
+    runs = []
+    for _ in range(repeat):
+        sync()
+        start = clock()
+        fn()
+        returned = clock()
+        sync()
+        runs.append(clock() - start)
+    return statistics.median(runs)
+""",
+    "times the first run too, and drops it": """
+import statistics
+def measure(fn, sync, repeat, clock):
+    runs = []
+    for _ in range(repeat + 1):
+        sync()
+        start = clock()
+        fn()
+        sync()
+        runs.append(clock() - start)
+    return statistics.median(runs[1:])
+""",
+}
+
+
+@pytest.mark.parametrize("source", TIMERS.values(), ids=list(TIMERS))
+def test_a_timer_may_read_the_clock_in_other_ways(source):
+    task = all_tasks()["02-timer"]
+    inputs = task.inputs(SECRET)
+    assert points(task.mark(inputs, answer(task, source, inputs))) == task.points
