@@ -333,8 +333,10 @@ def _save_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             missing = sum(n == 0 for n in writes)
             problem = f"{count(missing, 'task')} did not call checkpoint.write"
             note("all", f"{about}: {problem if missing else 'a task wrote more than once'}")
-        elif not written or any(all != want["all"] for _, all, _ in written):
-            note("all", f"{about}: no file shows that all tasks have called checkpoint.write")
+        elif not written:
+            note("all", f"{about}: there is no file from checkpoint.write")
+        elif any(all != want["all"] for _, all, _ in written):
+            note("all", f"{about}: a task waited in checkpoint.write, and not all others came")
         if not kept:
             note("chief", f"{about}: the folder is empty")
         elif not set(want["kept"]) <= set(kept):
