@@ -858,7 +858,8 @@ def test_private_cases_seed_file_and_changes(four, tmp_path):
     assert all(later[name] != written[name] for name in written)
 
     code, _, err = finish(course_grade(*words, "--exercise", "2"))
-    assert code == 2 and "holds marks of exercise 13" in err
+    assert code == 2 and "2 of 3 notebooks are of exercise 13, not 02" in err
+    assert len(err.splitlines()) == 1, "a name cannot begin a line"
 
 
 @pytest.mark.slow
@@ -1019,8 +1020,28 @@ def test_canvas_numbers_of_attempts_come_before_times(tmp_path, grade):
     assert "7 → 16" in grade(tmp_path / "doejane.ipynb")
     again = canvas("again.zip", 1000, PARTLY, 25)  # downloaded after the mend, the same in it
     assert "doejane (12345): kept" in grade(again)
+    earlier = canvas("earlier.zip", 998, edited("return ", "return 1 * "), 26)
+    assert "doejane (12345): kept" in grade(earlier), "the mended one stands for the attempt 1000"
     assert "16 → 0" in grade(canvas("new.zip", 1001, BLANK, 25))
     assert rows(tmp_path / "out") == {"12345": 0, "12346": 0}
+
+
+def test_an_earlier_notebook_that_comes_later_does_not_count(tmp_path, grade):
+    def of(day, data):
+        files = {"Ann Ohm_505": data}
+        return export(tmp_path / f"{day}.zip", files, (2026, 11, day, 10, 0, 0))
+
+    grade(of(21, SOLUTION.encode()))
+    assert "Ann Ohm (505): kept" in grade(of(20, BLANK))
+    assert "16 → 7" in grade(of(22, PARTLY))
+    assert rows(tmp_path / "out") == {"505": 7} and grade.runs == 2
+
+
+def test_another_exercise_needs_another_folder(tmp_path, grade):
+    grade(export(tmp_path / "a.zip", {"Ann Ohm_505": BLANK}))
+    other = export(tmp_path / "b.zip", {"Ann Ohm_505": notebook("", "12")})
+    for words in ((), ("--exercise", "12")):
+        assert "holds marks of exercise 13: choose" in grade(other, *words, code=2)
 
 
 def test_without_times_the_one_given_later_counts_once(tmp_path, grade):

@@ -431,7 +431,8 @@ def _of_another(handed: list[Handed], exercise: str | None) -> str:
         return ""
     there = count(sum(one.path is not None for one in handed), "notebook")
     numbers = ", ".join(sorted({one.exercise for one in others}))
-    names = "" if len(others) > 5 else f" ({', '.join(one.student for one in others)})"
+    people = ", ".join(shown(one.student, 60) for one in others)
+    names = "" if len(others) > 5 else f" ({people})"
     verb = "is" if len(others) == 1 else "are"
     return f"{len(others)} of {there} {verb} of exercise {numbers}, not {exercise}{names}"
 
