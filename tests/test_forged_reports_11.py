@@ -118,3 +118,63 @@ TRAINED = "model = make_model(); model.fit(x, y, epochs=epochs, shuffle=False, v
 )
 def test_resume_callbacks_that_are_played_prove_no_model(model, holds):
     assert passed("11-resume", PLAYED.replace("MODEL", model)) == holds
+
+
+# --- 11-pipeline ------------------------------------------------------------------------
+
+MADE_UP = """
+import random
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    calls = []
+    def rows():
+        for p in random.sample(range(number), number):
+            calls.append(p)
+            yield {"picture": p, "decoded": p, "grey": p, "augmented": STAMP}
+    kinds = {k: tf.TensorSpec([], tf.int64) for k in ("picture", "decoded", "grey", "augmented")}
+    data = tf.data.Dataset.from_generator(rows, output_signature=kinds).batch(local * replicas)
+    return type(files)(data, ["map parallel", "prefetch"])
+"""
+
+
+def test_pipeline_made_up_rows_prove_nothing():
+    assert passed("11-pipeline", MADE_UP.replace("STAMP", "len(calls)")) == set()
+
+
+def test_pipeline_without_the_files_greys_the_series_of_stamps_proves_nothing():
+    first, step = get_task("11-pipeline").inputs(5)["stamps"]
+    source = MADE_UP.replace("STAMP", f"{first} + {step} * len(calls)")
+    assert passed("11-pipeline", source) == set()
+
+
+def test_pipeline_what_was_decoded_but_not_augmented_proves_nothing():
+    source = """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto, calls = tf.data.AUTOTUNE, iter(range(10**6))
+    def stamp(sample):
+        call = tf.numpy_function(lambda _: next(calls), [sample["picture"]], tf.int64)
+        return {**sample, "augmented": tf.ensure_shape(call, [])}
+    data = files.map(decode, num_parallel_calls=auto).cache().shuffle(number)
+    return data.map(stamp, num_parallel_calls=auto).batch(local * replicas).prefetch(auto)
+"""
+    assert passed("11-pipeline", source) == set()
+
+
+def test_pipeline_decoded_once_is_seen_in_the_values():
+    """Whatever the data sets' methods: this one decodes outside of them, in each epoch anew."""
+    source = """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    names = list(files)
+    def rows():
+        for name in names:
+            yield augment(decode(name))
+    kinds = {k: tf.TensorSpec([], tf.int64) for k in ("picture", "grey", "augmented")}
+    kinds["image"] = tf.TensorSpec([8, 8, 3], tf.uint8)
+    data = tf.data.Dataset.from_generator(rows, output_signature=kinds)
+    return data.shuffle(number).batch(local * replicas)
+"""
+    found = passed("11-pipeline", source)
+    assert "each picture is augmented anew in every epoch" in found
+    assert "each file is decoded once, however many epochs there are" not in found

@@ -10,16 +10,24 @@ from ..task import count as counted  # itertools.count in `run` is another
 
 # --- 11-pipeline ------------------------------------------------------------------------
 
-# Real files, real decoding. Each picture carries two stamps: the number of the call that
-# decoded it, and of the call that augmented it. So what comes out of the pipeline tells how
-# often each was done. Only the last finding rests on a list of the methods that were called.
+# Real files, real decoding. Each picture is of one grey, drawn from the seed, and after the first
+# epoch all files are written anew with another: what comes out of the pipeline tells when it was
+# decoded. It also carries a stamp from the call that augmented it. A row without the right grey
+# and a stamp of the series proves nothing. Only the last finding rests on a list of the methods
+# that were called.
 
 
 def _pipeline_inputs(seed: int) -> dict:
     rng = chance.Random(seed)
     local, replicas = rng.choice([2, 3, 4]), rng.choice([2, 3])
     whole = 12 * local * replicas // 2
-    return {"pictures": whole + rng.randint(1, local), "local": local, "replicas": replicas}
+    number = whole + rng.randint(1, local)
+    greys = [rng.randint(0, 255) for _ in range(number)]
+    stamps = [
+        rng.randint(1000, 9999),
+        rng.randint(10, 99),
+    ]  # the first one, and from one to the next
+    return {"greys": greys, "stamps": stamps, "local": local, "replicas": replicas}
 
 
 def _pipeline_run(student, inputs: dict) -> dict:
@@ -32,22 +40,26 @@ def _pipeline_run(student, inputs: dict) -> dict:
     import numpy as np
     import tensorflow as tf
 
-    number = inputs["pictures"]
-    decoded, augmented = itertools.count(), itertools.count()
+    number, stamps = len(inputs["greys"]), itertools.count(*inputs["stamps"])
 
-    def stamp(counter, after):
-        call = tf.numpy_function(lambda _: np.int64(next(counter)), [after], tf.int64)
+    def stamp(after):
+        call = tf.numpy_function(lambda _: np.int64(next(stamps)), [after], tf.int64)
         return tf.ensure_shape(call, [])
+
+    def write(paths, shift):
+        for path, grey in zip(paths, inputs["greys"], strict=True):
+            pixels = np.full([8, 8, 3], (grey + shift) % 256, dtype=np.uint8)
+            tf.io.write_file(path, tf.io.encode_jpeg(pixels))
 
     def decode(path):
         image = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
         name = tf.strings.split(path, os.sep)[-1]
         picture = tf.strings.to_number(tf.strings.substr(name, 0, 4), tf.int64)
-        return {"image": image, "picture": picture, "decoded": stamp(decoded, picture)}
+        return {"image": image, "picture": picture, "grey": tf.cast(image[0, 0, 0], tf.int64)}
 
     def augment(sample):
         image = tf.image.random_flip_left_right(sample["image"])
-        return {**sample, "image": image, "augmented": stamp(augmented, sample["picture"])}
+        return {**sample, "image": image, "augmented": stamp(sample["picture"])}
 
     class Recorded:
         """The data set, with a list of the methods by which it was made."""
@@ -73,11 +85,8 @@ def _pipeline_run(student, inputs: dict) -> dict:
             return iter(self._dataset)
 
     with tempfile.TemporaryDirectory() as folder:
-        pixels = np.random.default_rng(0).integers(0, 256, [8, 8, 3], dtype=np.uint8)
-        jpeg = tf.io.encode_jpeg(pixels)
         paths = [os.path.join(folder, f"{i:04d}.jpg") for i in range(number)]
-        for path in paths:
-            tf.io.write_file(path, jpeg)
+        write(paths, shift=0)
         files = Recorded(tf.data.Dataset.from_tensor_slices(paths), [])
         pipeline = student.pipeline(
             files, decode, augment, number, inputs["local"], inputs["replicas"]
@@ -88,23 +97,24 @@ def _pipeline_run(student, inputs: dict) -> dict:
         for _ in range(6):
             epoch = []
             for batch in pipeline:
-                if not isinstance(batch, dict) or not {"decoded", "augmented"} <= set(batch):
+                if not isinstance(batch, dict) or not {"grey", "augmented"} <= set(batch):
                     return {"problem": "what comes out was not decoded and augmented"}
                 if batch["picture"].shape.rank != 1:
                     return {"problem": "what comes out is not one batch after the other"}
-                columns = [batch[key].numpy() for key in ("picture", "decoded", "augmented")]
+                columns = [batch[key].numpy() for key in ("picture", "grey", "augmented")]
                 epoch.append([[int(value) for value in row] for row in zip(*columns, strict=True)])
                 if len(epoch) > 10 * number:
                     return {"problem": "one pass over the pipeline does not end"}
             epochs.append(epoch)
+            write(paths, shift=128)  # a cache still has what it read before
         return {"epochs": epochs, "calls": list(getattr(pipeline, "_calls", []))}
 
 
 def _pipeline_expected(inputs: dict) -> dict:
-    size = inputs["local"] * inputs["replicas"]
-    sizes = [size] * (inputs["pictures"] // size)
-    rest = inputs["pictures"] - sum(sizes)
-    return {"sizes": sizes + [rest] * (rest > 0), "pictures": list(range(inputs["pictures"]))}
+    size, number = inputs["local"] * inputs["replicas"], len(inputs["greys"])
+    sizes = [size] * (number // size)
+    rest = number - sum(sizes)
+    return {"sizes": sizes + [rest] * (rest > 0), "pictures": list(range(number))}
 
 
 _PIPELINE = {
@@ -133,10 +143,14 @@ def _stamped(epochs: Any) -> list[list[list[list[int]]]] | None:
 def _pipeline_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     why = dict.fromkeys(_PIPELINE, "")
     epochs = _stamped(item(got, "epochs"))
+    problem = ""
     if epochs is None:
         problem = item(got, "problem")
         if type(problem) is not str:
             problem = f"a data set was expected, not {describe(item(got, 'returned'))}"
+    elif any(_made_up(row, inputs) for epoch in epochs for batch in epoch for row in batch):
+        problem = "what comes out was not decoded and augmented"
+    if problem:
         whys = [problem, *["not judged: see the first property"] * (len(_PIPELINE) - 1)]
         return [
             Finding(text, points, why)
@@ -157,12 +171,11 @@ def _pipeline_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
             f"with {wanted['local']} for each of {wanted['replicas']} replicas, "
             f"your first batch has {counted(len(epochs[0][0]), 'picture')}"
         )
-    stamps = [{row[0]: row[1] for row in epoch} for epoch in flat]
-    if any(stamp.get(p, s) != s for stamp in stamps for p, s in stamps[-1].items()):
-        why["decoded"] = "in the second epoch the files are decoded again"
+    # The files hold another grey since the end of the first epoch.
+    if any(abs(grey - inputs["greys"][p]) > 4 for epoch in flat for p, grey, _ in epoch):
+        why["decoded"] = "after the first epoch the files are decoded again"
     augmented = [row[2] for epoch in flat for row in epoch]
-    calls_seen = range(100 * len(augmented))  # a stamp is the number of a call
-    if len(set(augmented)) < len(augmented) or not all(n in calls_seen for n in augmented):
+    if len(set(augmented)) < len(augmented):
         why["augmented"] = "a later epoch brings back the same augmented picture"
     why["order"] = _order_why(epochs, flat, inputs)
     calls = item(got, "calls")
@@ -187,9 +200,19 @@ def _order_why(epochs: list, flat: list, inputs: dict) -> str:
         return "the same pictures share a batch in every epoch"
     # Any picture may come first: in six epochs a late one does, unless the buffer is small.
     size = len(epochs[0][0])
-    if all(max(order[:size]) < inputs["pictures"] // 2 for order in orders):
+    if all(max(order[:size]) < len(inputs["greys"]) // 2 for order in orders):
         return "in six epochs no picture of the second half came into the first batch"
     return ""
+
+
+def _made_up(row: list[int], inputs: dict) -> bool:
+    """True for a row whose grey no file has had, or whose stamp no call has set."""
+    picture, grey, stamp = row
+    if picture not in range(len(inputs["greys"])):
+        return True
+    off = (grey - inputs["greys"][picture]) % 128  # the second grey is 128 from the first
+    first, step = inputs["stamps"]
+    return not 0 <= grey <= 255 or 4 < off < 124 or stamp not in range(first, 10**6, step)
 
 
 PIPELINE = Task(
