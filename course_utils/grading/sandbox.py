@@ -452,6 +452,7 @@ class Box:
         self._errors = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             command,
+            cwd=self.sandbox.root,  # a container's monitor leaves a file where it was started
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

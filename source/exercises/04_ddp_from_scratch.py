@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 04, DDP from scratch](../notebooks/04_ddp_from_scratch.ipynb) |
 # | **Runs on** | every machine: the checks launch two ranks on two devices, and three or four that share them (oversubscribed) |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader reads no other.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("04-ring")` is a nudge, `hint("04-ring", level=2)` the way, `level=3` nearly the code. If ranks wait for each other, the check ends them after half a minute and says where a rank waits.
 

@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 11, Input and checkpoints](../notebooks/11_input_and_checkpoints.ipynb) |
 # | **Runs on** | every machine, with TensorFlow on the CPU: the checks use real JPEG files, real training and real `.keras` files, all of them small |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. A check takes some seconds.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. A check takes some seconds. Helpers and imports of your own go into the answer's cell: a grader reads no other.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("11-pipeline")` is a nudge, `hint("11-pipeline", level=2)` the way, `level=3` nearly the code.
 

@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 12, Many workers](../notebooks/12_multi_worker.ipynb) |
 # | **Runs on** | every machine: the checks need no cluster; two small cells of this page launch two workers |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader reads no other.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("12-save")` is a nudge, `hint("12-save", level=2)` the way, `level=3` nearly the code.
 

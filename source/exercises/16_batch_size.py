@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 16, The largest batch that fits](../notebooks/16_batch_size.ipynb) |
 # | **Runs on** | every machine: the first task's device and the third one's memory are made up |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold, and why another one does not.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold, and why another one does not. Helpers and imports of your own go into the answer's cell: a grader reads no other.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("16-search")` is a nudge, `hint("16-search", level=2)` the way, `level=3` nearly the code. A check that never ends is a loop in your code: stop it with the notebook's stop button.
 
