@@ -64,7 +64,8 @@ def launch(
         framework: ``"torch"`` or ``"tensorflow"``.
         init: torch: the process group exists when `fn` starts (gloo on cores, NCCL on GPUs)
             and is destroyed after. With False `fn` makes its own; MASTER_ADDR and
-            MASTER_PORT are set, so ``init_process_group("gloo")`` is enough.
+            MASTER_PORT are set, so ``init_process_group("gloo")`` is enough. Rank 0 holds the
+            addresses: a barrier before ``destroy_process_group`` lets all get in.
         roles: TensorFlow: tasks of each job, such as ``{"worker": 2, "ps": 1}``; default is
             n workers. Ranks are numbered in this order, and TF_CONFIG tells each its task.
             `tf.distribute.Server.join()` returns when all other tasks have returned.

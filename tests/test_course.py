@@ -60,7 +60,7 @@ def test_address_stands_in_one_place():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ["00", "02"])
+@pytest.mark.parametrize("number", ["00"])
 def test_lesson_runs_as_a_plain_script(number):
     """Unguarded, as `python source/lessons/NN_name.py`; the others run by `make scripts`."""
     script = next((ROOT / "source/lessons").glob(f"{number}_*.py"))

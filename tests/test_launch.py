@@ -215,6 +215,7 @@ def test_without_init_the_function_makes_its_own_group():
         assert not dist.is_initialized()
         dist.init_process_group("gloo")  # as in a script under torchrun
         world = dist.get_world_size()
+        dist.barrier()  # rank 0 is where the others look up addresses until they are in
         dist.destroy_process_group()
         return world
 

@@ -86,6 +86,7 @@ def meet():
     before = dist.is_initialized()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")  # waits for all
     met = f"in a group {before} -> {dist.is_initialized()}: {dist.get_rank()} of {dist.get_world_size()}"
+    dist.barrier()  # who leaves at once takes away the address where the others still look
     dist.destroy_process_group()
     return settings, met
 

@@ -65,6 +65,7 @@ def _ring_run(student, inputs: list) -> list:
         # Messages between cores, also beside GPUs, in a group that torch's collectives do not
         # find, whatever the name under which the function has imported them.
         group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=90))
+        dist.barrier()  # rank 0 has the store, and may be the first to end
         dist.destroy_process_group()
 
         answers, requests = [], []
