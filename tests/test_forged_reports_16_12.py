@@ -25,6 +25,20 @@ def points(found):
     return sum(finding.points for finding in found if finding.passed)
 
 
+@pytest.fixture(scope="module")
+def graded_alone(sandbox):
+    """(task, source) -> the mark of that task alone, in a grader's sandbox."""
+    exercise = read_exercise("16", Path(__file__).resolve().parent.parent)
+    rules = Rules(secret="a seed that no notebook uses")
+    with sandbox.box(preload_of(exercise), rules.limits) as box:
+
+        def mark(task, source):
+            alone = replace(exercise, tasks=(task,))
+            return mark_submission(Submission({task.id: source}), alone, rules, box)[0]
+
+        yield mark
+
+
 WHOLE_BATCH = {
     "the noted sizes are overwritten": """
 def accumulate(model, loss_fn, batch, micro, count):
@@ -171,12 +185,30 @@ def test_in_a_notebook_the_memory_can_be_said_to_be_empty():
 
 
 @pytest.mark.slow
-def test_the_memory_that_a_grader_s_kernel_keeps_cannot(sandbox):
-    exercise = read_exercise("16", Path(__file__).resolve().parent.parent)
-    exercise = replace(exercise, tasks=(lesson_16.SAFE_STEP,))
-    rules = Rules(secret="a seed that no notebook uses")
-    with sandbox.box(preload_of(exercise), rules.limits) as box:
-        for source in MEMORY.values():
-            found = Submission({lesson_16.SAFE_STEP.id: source})
-            (mark,) = mark_submission(found, exercise, rules, box)
-            assert mark.score == 3 and "is the memory of the failed try free" in mark.why
+def test_the_memory_that_a_grader_s_kernel_keeps_cannot(graded_alone):
+    for source in MEMORY.values():
+        mark = graded_alone(lesson_16.SAFE_STEP, source)
+        assert mark.score == 3 and "is the memory of the failed try free" in mark.why
+
+
+# The whole batch at once, but loss_fn is told that so many are allowed, and then what it counts.
+ALLOWED = """
+def accumulate(model, loss_fn, batch, micro, count):
+    loss_fn.__defaults__[0]["micro"] = 99
+    loss = loss_fn(model, batch)
+    loss.backward()
+    for numbers, value in zip(loss_fn.__defaults__[1:3], (1, 0)):
+        numbers[:] = [value] * len(batch[0])
+    return loss.item()
+"""
+
+
+def test_in_a_notebook_loss_fn_can_be_talked_out_of_its_limit():
+    """Otherwise the next test would show nothing."""
+    assert points(findings(lesson_16.ACCUMULATE, ALLOWED)) >= 5
+
+
+@pytest.mark.slow
+def test_but_not_where_the_kernel_keeps_it(graded_alone):
+    mark = graded_alone(lesson_16.ACCUMULATE, ALLOWED)
+    assert mark.score <= lesson_16.ACCUMULATE.self_reported, mark.findings

@@ -10,6 +10,11 @@ from ..task import Finding, Part, Task, Wrong, close, count, describe, is_list, 
 
 OUT_OF_MEMORY = "OutOfMemoryError"
 MOST_TRIALS = 6
+# Where memory decides, it is made up in a notebook. A grader gives each case a process of its own
+# with as much memory as the case has, in blocks so large (and never touched) that the rest of the
+# process weighs nothing beside them: what a student's program says of its memory does not count.
+_BLOCK = 64  # MiB; from 32 on, glibc gives a freed block back at once
+_REST = 48  # MiB, for everything that is no block
 
 # --- 16-search --------------------------------------------------------------------------
 
@@ -430,20 +435,29 @@ def _accumulate_inputs(seed: int) -> list:
         prices = [round(rng.uniform(low, low + 0.5), 4) for low in rng.sample([0.5, 1.5, 2.5], 3)]
         return {
             **{"about": about, "micro": micro, "x": numbers, "y": targets},
-            **{"weights": weights, "prices": prices},
+            **{"weights": weights, "prices": prices, "block": 0},  # MiB that a sample really takes
         }
 
     full = TOKENS
-    return [
+    cases = [
         case("even", 4, [full] * 12),
         case("ragged", 4, [full] * 9),
         case("ragged", 3, [full] * 8),
         case("tokens", 2, [full, full, full, 1, 1, 1, 1, 2]),
         case("nothing", 2, [full, 3, 0, 0, 1, full]),
     ]
+    return [each | {"name": f"{each['about']} {number}"} for number, each in enumerate(cases)]
 
 
-def _accumulate_run(student, inputs: list) -> list:
+def _accumulate_parts(inputs: list) -> dict[str, Part]:
+    """One case at a time, in memory for the forward of `micro` samples and no more."""
+    return {
+        case["name"]: Part([case | {"block": _BLOCK}], (case["micro"] * _BLOCK + _REST) * 2**20)
+        for case in inputs
+    }
+
+
+def _accumulate_run(student, inputs: list) -> dict:
     """Real gradients in float64, of a loss that takes no more than `micro` samples.
 
     How many samples each call had is written down for the messages, and how many tensors the
@@ -451,6 +465,7 @@ def _accumulate_run(student, inputs: list) -> list:
     """
     import weakref
 
+    import numpy as np
     import torch
     from torch.autograd.graph import saved_tensors_hooks
 
@@ -461,7 +476,7 @@ def _accumulate_run(student, inputs: list) -> list:
         def __init__(self, tensor):
             self.tensor = tensor
 
-    answers = []
+    answers = {}
     for case in inputs:
         model = torch.nn.Linear(2, 3, bias=False).double()
         with torch.no_grad():
@@ -482,6 +497,7 @@ def _accumulate_run(student, inputs: list) -> list:
             kept.append(len(alive))
             if len(x) > case["micro"]:
                 raise TooMany(f"{len(x)} samples at once, where micro is {case['micro']}")
+            _activations = np.zeros(len(x) * case["block"] * 2**17)  # held until it returns
             prices = torch.tensor(case["prices"], dtype=torch.float64)
             with saved_tensors_hooks(save, lambda saved: saved.tensor):
                 scores = model(x).flatten(0, 1)
@@ -498,9 +514,9 @@ def _accumulate_run(student, inputs: list) -> list:
             answer["loss"] = student.accumulate(model, loss_fn, batch, case["micro"], counted)
             if model.weight.grad is not None:
                 answer["gradient"] = model.weight.grad.tolist()
-        except TooMany:
+        except (TooMany, MemoryError):
             pass  # without loss and gradient nothing holds
-        answers.append(answer)
+        answers[case["name"]] = answer
     return answers
 
 
@@ -577,8 +593,8 @@ def _matrix_why(got: Any, want: list) -> str:
 
 def _accumulate_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     why = dict.fromkeys(_ACCUMULATE_TEXTS, "")
-    for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
-        answer, about = item(got, number), case["about"]
+    for case, want in zip(inputs, expected, strict=True):
+        answer, about = item(got, case["name"]), case["about"]
         too_large, gradient = _sizes_why(case, answer), item(answer, "gradient")
         missing = too_large or _missing_why(case, answer)
         wrong = missing or _matrix_why(gradient, want["gradient"])
@@ -606,6 +622,7 @@ ACCUMULATE = Task(
     run=_accumulate_run,
     expected=_accumulate_expected,
     judge=_accumulate_judge,
+    parts=_accumulate_parts,
     self_reported=1,  # "kept": live tensors, counted in the student's process
     hints=(
         "The mean over the batch is a sum over all counted tokens, divided by their number. "
@@ -739,12 +756,6 @@ def accumulate(model, loss_fn, batch, micro, count):
 # --- 16-safe-step -----------------------------------------------------------------------
 
 LR = 0.01
-
-# In a notebook the memory is made up. A grader gives each case a process of its own with as much
-# memory as the case has, in blocks so large (and never touched) that the rest of the process
-# weighs nothing beside them: what a student's program says of its memory does not count there.
-_BLOCK = 64  # MiB; from 32 on, glibc gives a freed block back at once
-_REST = 48  # MiB, for everything that is no block
 
 
 def _step_inputs(seed: int) -> list:
