@@ -374,7 +374,7 @@ def _shards_run(student, inputs: dict) -> dict:
     for number, case in enumerate(inputs["cases"]):
         n = case["n"]
         dtype = torch.bfloat16 if number == 4 else torch.float32  # up to 199 it is exact
-        shapes = [tuple(shape) for shape in case["shapes"]]
+        shapes = [torch.Size(shape) for shape in case["shapes"]]
         flats = [attempt(student.shard, made(case["tensors"], dtype), rank, n) for rank in range(n)]
         kept = [getattr(flat, "dtype", dtype) == dtype for flat in flats]
         given = [torch.tensor(flat, dtype=dtype) for flat in case["flats"]]
@@ -388,7 +388,7 @@ def _shards_run(student, inputs: dict) -> dict:
     if not flat or len(pair[0]) != len(pair[1]):
         # Messages of different lengths would leave the ranks waiting for each other.
         return {"cases": cases, "together": "not run"}
-    sizes = [tuple(tensor.shape) for tensor in made(together[0])]
+    sizes = [tensor.shape for tensor in made(together[0])]
     if isinstance(attempt(unshard, pair, sizes), str):
         return {"cases": cases, "together": "not run"}
 
@@ -399,7 +399,7 @@ def _shards_run(student, inputs: dict) -> dict:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         rank = dist.get_rank()
         tensors = [torch.tensor(tensor, device=device) for tensor in together[rank]]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
+        shapes = [tensor.shape for tensor in tensors]
         mine = shard(tensors, rank, 2).contiguous()
         flats = [torch.empty_like(mine) for _ in range(2)]
         dist.all_gather(flats, mine)

@@ -135,7 +135,7 @@ def _leak_expected(inputs: dict) -> dict:
 
 def _same(got: Any, want: Any) -> bool:
     if is_number(want):
-        return close(got, want, relative=1e-9)
+        return close(got, want, relative=1e-6)
     if type(want) is str:
         return type(got) is str and got == want
     return is_list(got, len(want)) and all(map(_same, got, want))
@@ -771,7 +771,7 @@ def _evaluate_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             for key in why:
                 why[key] = why[key] or "loss_fn was not called once for each batch"
             continue
-        if about == "mean" and not close(value, want, relative=1e-9):
+        if about == "mean" and not close(value, want, relative=1e-6):
             sizes = ", ".join(str(len(rows)) for rows in case["batches"])
             wrong = f"not the mean over all samples, with batches of {sizes}"
             problem = wrong if is_number(value) else f"a float was expected, not {describe(value)}"
@@ -780,7 +780,7 @@ def _evaluate_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             why["eval"] = "the running mean of a BatchNorm has moved"
         elif about == "eval" and not is_number(value):
             why["eval"], typed = "not judged until the answer is a float", False
-        elif about == "eval" and not close(value, want, relative=1e-9):
+        elif about == "eval" and not close(value, want, relative=1e-6):
             why["eval"] = "the model has a dropout, and the value shows it"
         if about == "modes":
             why["modes"] = why["modes"] or _modes_why(case, answer)

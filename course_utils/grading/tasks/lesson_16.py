@@ -566,13 +566,16 @@ def _sizes_why(case: dict, answer: Any) -> str:
 
 
 def _missing_why(case: dict, answer: Any) -> str:
-    """Why the parts do not make up the batch. Those without anything to count may be left out."""
+    """Why the parts do not make up the batch.
+
+    Those without anything to count may be left out; the gradient shows who took one twice.
+    """
     sizes, micro = item(answer, "sizes"), case["micro"]
     parts = [case["y"][i : i + micro] for i in range(0, len(case["y"]), micro)]
     counted = [len(part) for part in parts if any(y != IGNORED for ys in part for y in ys)]
-    if len(sizes) and sum(counted) <= sum(sizes) <= len(case["y"]):
+    if len(sizes) and sum(counted) <= sum(sizes):
         return ""
-    return "loss_fn did not get each sample once"
+    return "loss_fn did not get each sample"
 
 
 def _matrix_why(got: Any, want: list) -> str:
