@@ -32,3 +32,27 @@ def sandbox():
         missing(error)
     with found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def graded(sandbox):
+    """(task, source) -> the mark of that task alone, by a grader."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from course_utils.grading.marking import Rules, mark_submission, preload_of
+    from course_utils.grading.submission import Submission, read_exercise
+
+    rules, boxes = Rules(secret="a seed that no notebook uses"), {}
+
+    def mark(task, source):
+        exercise = read_exercise(task.id[:2], Path(__file__).resolve().parent.parent)
+        if exercise.number not in boxes:
+            boxes[exercise.number] = sandbox.box(preload_of(exercise), rules.limits)
+        alone = replace(exercise, tasks=(task,))
+        found = Submission({task.id: source})
+        return mark_submission(found, alone, rules, boxes[exercise.number])[0]
+
+    yield mark
+    for box in boxes.values():
+        box.close()

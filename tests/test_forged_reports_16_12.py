@@ -1,43 +1,11 @@
 """Lessons 12 and 16: a report that a student's program forges gets less than the work itself."""
 
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_tasks import findings_of, points
 
-from course_utils.grading.marking import Rules, mark_submission, preload_of
-from course_utils.grading.submission import Submission, read_exercise
-from course_utils.grading.task import copy_json
 from course_utils.grading.tasks import lesson_12, lesson_16
-from course_utils.grading.wire import plain
-
-
-def findings(task, source, seed=1):
-    names = {}
-    exec(source, names)
-    student = SimpleNamespace(**{name: names[name] for name in task.functions})
-    inputs = task.inputs(seed)
-    return task.mark(inputs, plain(task.run(student, copy_json(inputs))))
-
-
-def points(found):
-    return sum(finding.points for finding in found if finding.passed)
-
-
-@pytest.fixture(scope="module")
-def graded_alone(sandbox):
-    """(task, source) -> the mark of that task alone, in a grader's sandbox."""
-    exercise = read_exercise("16", Path(__file__).resolve().parent.parent)
-    rules = Rules(secret="a seed that no notebook uses")
-    with sandbox.box(preload_of(exercise), rules.limits) as box:
-
-        def mark(task, source):
-            alone = replace(exercise, tasks=(task,))
-            return mark_submission(Submission({task.id: source}), alone, rules, box)[0]
-
-        yield mark
-
 
 WHOLE_BATCH = {
     "the noted sizes are overwritten": """
@@ -65,7 +33,7 @@ def accumulate(model, loss_fn, batch, micro, count):
 
 @pytest.mark.parametrize("source", WHOLE_BATCH.values(), ids=WHOLE_BATCH)
 def test_the_gradient_of_the_whole_batch_at_once_is_not_to_be_had(source):
-    assert points(findings(lesson_16.ACCUMULATE, source)) <= lesson_16.ACCUMULATE.self_reported
+    assert points(findings_of(lesson_16.ACCUMULATE, source)) <= lesson_16.ACCUMULATE.self_reported
 
 
 CHIEF_OF = """
@@ -83,13 +51,13 @@ def test_a_write_that_is_claimed_is_missing_in_the_chief_s_file():
         tasks = checkpoint.write.__closure__[0].cell_contents
         tasks.writes = type("Ones", (dict,), {"get": lambda *_: 1})()
 """
-    found = findings(lesson_12.SAVE, CHIEF_OF + claims)
+    found = findings_of(lesson_12.SAVE, CHIEF_OF + claims)
     assert [finding.passed for finding in found] == [False, True, False, False]
     assert "a task waited in checkpoint.write, and not all others came" in found[0].why
 
 
 def test_a_chief_whose_others_never_write_does_not_wait_for_ever():
-    found = findings(lesson_12.SAVE, CHIEF_OF)
+    found = findings_of(lesson_12.SAVE, CHIEF_OF)
     assert [finding.passed for finding in found] == [False, True, False, False]
     assert "1 task did not call checkpoint.write" in found[0].why
 
@@ -111,7 +79,7 @@ def test_all_tasks_save_at_the_same_time():
 def test_an_error_of_one_task_is_the_error_of_all():
     save = CHIEF_OF + "    else:\n        raise KeyError(folder)\n"
     with pytest.raises(KeyError):
-        findings(lesson_12.SAVE, save)
+        findings_of(lesson_12.SAVE, save)
 
 
 # Ask for one sample more each time; then write down that the answer was found in few trials.
@@ -133,7 +101,7 @@ def largest_batch(trial, limit):
 
 @pytest.mark.parametrize("trials", ["[size]", "sorted({1, size})", "sorted({1, 2, size})"])
 def test_a_list_of_trials_made_up_from_the_answer_is_not_believed(trials):
-    found = findings(lesson_16.SEARCH, FORGED_TRIALS.replace("TRIALS", trials))
+    found = findings_of(lesson_16.SEARCH, FORGED_TRIALS.replace("TRIALS", trials))
     assert points(found) <= 1
     assert all("two devices gave the same answers" in finding.why for finding in found[:4])
 
@@ -141,7 +109,8 @@ def test_a_list_of_trials_made_up_from_the_answer_is_not_believed(trials):
 def test_a_search_that_follows_from_the_answers_is_believed_on_any_devices():
     doubles = next(w for w in lesson_16.SEARCH.wrong if w.name == "doubling, then bisection")
     for seed in range(50):
-        told = "".join(finding.why for finding in findings(lesson_16.SEARCH, doubles.source, seed))
+        found = findings_of(lesson_16.SEARCH, doubles.source, seed)
+        told = "".join(finding.why for finding in found)
         assert "same answers" not in told
 
 
@@ -181,13 +150,13 @@ def safe_step(model, optimizer, loss_fn, batch, micro):
 def test_in_a_notebook_the_memory_can_be_said_to_be_empty():
     """Otherwise the next test would show nothing."""
     source = MEMORY["said to be empty, within except"]
-    assert points(findings(lesson_16.SAFE_STEP, source)) == 6
+    assert points(findings_of(lesson_16.SAFE_STEP, source)) == 6
 
 
 @pytest.mark.slow
-def test_the_memory_that_a_grader_s_kernel_keeps_cannot(graded_alone):
+def test_the_memory_that_a_grader_s_kernel_keeps_cannot(graded):
     for source in MEMORY.values():
-        mark = graded_alone(lesson_16.SAFE_STEP, source)
+        mark = graded(lesson_16.SAFE_STEP, source)
         assert mark.score == 3 and "is the memory of the failed try free" in mark.why
 
 
@@ -205,10 +174,10 @@ def accumulate(model, loss_fn, batch, micro, count):
 
 def test_in_a_notebook_loss_fn_can_be_talked_out_of_its_limit():
     """Otherwise the next test would show nothing."""
-    assert points(findings(lesson_16.ACCUMULATE, ALLOWED)) >= 5
+    assert points(findings_of(lesson_16.ACCUMULATE, ALLOWED)) >= 5
 
 
 @pytest.mark.slow
-def test_but_not_where_the_kernel_keeps_it(graded_alone):
-    mark = graded_alone(lesson_16.ACCUMULATE, ALLOWED)
+def test_but_not_where_the_kernel_keeps_it(graded):
+    mark = graded(lesson_16.ACCUMULATE, ALLOWED)
     assert mark.score <= lesson_16.ACCUMULATE.self_reported, mark.findings

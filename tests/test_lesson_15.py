@@ -1,92 +1,37 @@
 """Lesson 15's tasks: the kernel keeps the device's limit; is_oom is the course's."""
 
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_tasks import findings_of
 
 from course_utils import memory
-from course_utils.grading.marking import Rules, mark_submission, preload_of
-from course_utils.grading.submission import Submission, read_exercise
 from course_utils.grading.task import copy_json
 from course_utils.grading.tasks import lesson_15
-from course_utils.grading.wire import plain
 
-ROOT = Path(__file__).resolve().parent.parent
 # Leaky as ever, but the made-up device is told each time that nothing of it is in use.
-TALKED_OUT = {
-    "total_loss": """
-def total_loss(loss_of, batches):
-    total = 0.0
-    for batch in batches:
-        total += loss_of(batch)
-        loss_of.__self__.live = 0
-    return total.item()
-""",
-    "failures": """
-def failures(step, batches):
-    failed = []
-    for batch in batches:
-        try:
-            step(batch)
-        except ValueError as error:
-            failed.append(error)
-        step.__self__.live = 0
-    return [str(error) for error in failed]
-""",
-    "first_scores": """
-def first_scores(model, batches):
-    scores = []
-    for batch in batches:
-        scores.append(model(batch)[0])
-        model.__self__.live = 0
-    return [float(score) for score in scores]
-""",
-    "check_after": """
-def check_after(model, batches, check):
-    total = 0.0
-    for batch in batches:
-        output = model(batch)
-        total += output[0].item()
-    model.__self__.live = 0
-    return total, check()
-""",
-}
-
-
-@pytest.fixture(scope="module")
-def graded(sandbox):
-    """source -> its mark in a grader's sandbox."""
-    exercise = read_exercise("15", ROOT)
-    exercise = replace(exercise, tasks=(lesson_15.LEAKS,))
-    rules = Rules(secret="a seed that no notebook uses")
-    with sandbox.box(preload_of(exercise), rules.limits) as box:
-
-        def mark(source):
-            found = Submission({lesson_15.LEAKS.id: source})
-            return mark_submission(found, exercise, rules, box)[0]
-
-        yield mark
+LOOP = "    for batch in batches:\n"
+TALKED_OUT = ""
+for name, called in zip(lesson_15._LEAKY, ("loss_of", "step", "model", "model"), strict=True):
+    tell = f"{called}.__self__.live = 0\n"
+    source = lesson_15._LEAKY[name].replace(LOOP, f"{LOOP}        {tell}")
+    TALKED_OUT += source.replace("    return total, check", f"    {tell}    return total, check")
+assert TALKED_OUT.count("live = 0") == 5
 
 
 def test_in_a_notebook_the_device_can_be_talked_out_of_its_limit():
     """Otherwise the next test would show nothing."""
-    names = {}
-    exec("".join(TALKED_OUT.values()), names)
-    student = SimpleNamespace(**{name: names[name] for name in lesson_15.LEAKS.functions})
-    inputs = lesson_15.LEAKS.inputs(1)
-    findings = lesson_15.LEAKS.mark(inputs, plain(lesson_15.LEAKS.run(student, inputs)))
+    findings = findings_of(lesson_15.LEAKS, TALKED_OUT)
     assert [finding.passed for finding in findings] == [True, True, True, True, False]
 
 
 @pytest.mark.slow
 def test_the_grader_s_kernel_cannot(graded):
-    mark = graded("".join(TALKED_OUT.values()))
+    mark = graded(lesson_15.LEAKS, TALKED_OUT)
     assert mark.score == 0
     assert ["out of memory at" in finding["why"] for finding in mark.findings[:3]] == [True] * 3
     assert "still alive when `check` is called" in mark.findings[3]["why"]
-    assert graded("".join(lesson_15._MENDED.values())).score == 5
+    assert graded(lesson_15.LEAKS, "".join(lesson_15._MENDED.values())).score == 5
 
 
 @pytest.mark.slow
@@ -95,7 +40,7 @@ def test_the_grader_s_kernel_cannot(graded):
 )
 def test_a_student_cannot_lift_the_limit(graded, lifts):
     source = f"import resource\nresource.{lifts.replace('RLIMIT', 'resource.RLIMIT')}\n"
-    mark = graded(source + "".join(lesson_15._MENDED.values()))
+    mark = graded(lesson_15.LEAKS, source + "".join(lesson_15._MENDED.values()))
     assert (mark.score, mark.status) == (0, "error"), mark.why
 
 

@@ -1,12 +1,10 @@
 """Right answers in other styles than the solution's get all their points."""
 
-from types import SimpleNamespace
-
 import pytest
+from test_tasks import findings_of
 
 from course_utils.grading import get_task
 from course_utils.grading.tasks import lesson_15
-from course_utils.grading.wire import plain
 
 RIGHT = {
     "15-evaluate": (
@@ -80,10 +78,6 @@ def unshard(flats, shapes):
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_answer_in_another_style_gets_everything(name):
     task, (style, source) = get_task(name), RIGHT[name]
-    names = {}
-    exec(source, names)
-    student = SimpleNamespace(**{each: names[each] for each in task.functions})
     for seed in (1, 2026):
-        inputs = task.inputs(seed)
-        found = task.mark(inputs, plain(task.run(student, inputs)))
+        found = findings_of(task, source, seed)
         assert [finding.why for finding in found if finding.why] == [], style

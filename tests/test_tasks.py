@@ -81,6 +81,12 @@ def answer(task, source, inputs):
     return plain(task.run(student, copy_json(inputs)))
 
 
+def findings_of(task, source, seed=1):
+    """The findings on an answer, on the inputs of a seed."""
+    inputs = task.inputs(seed)
+    return task.mark(inputs, answer(task, source, inputs))
+
+
 def points(findings):
     return sum(finding.points for finding in findings if finding.passed)
 

@@ -6,7 +6,19 @@ import random
 import re
 from typing import Any
 
-from ..task import Finding, Part, Task, Wrong, close, count, describe, is_list, is_number, item
+from ..task import (
+    BLOCK,
+    Finding,
+    Part,
+    Task,
+    Wrong,
+    close,
+    count,
+    describe,
+    is_list,
+    is_number,
+    item,
+)
 
 # --- 15-leaks ---------------------------------------------------------------------------
 
@@ -14,10 +26,7 @@ from ..task import Finding, Part, Task, Wrong, close, count, describe, is_list, 
 # is out of memory beyond the limit. A program that leaks never returns, and what is judged is
 # the value that it returns. That device lives in the student's own process, where it can be
 # talked out of its limit. So a grader gives each program a process of its own with as much
-# memory as the device has, in blocks so large (and never touched) that the rest of the process
-# weighs nothing beside them.
-_BLOCK = 64  # MiB; from 32 on, glibc gives a freed block back at once
-_REST = 48  # MiB, for everything that is no block
+# memory as the device has.
 
 
 def _leak_inputs(seed: int) -> dict:
@@ -37,9 +46,8 @@ def _leak_inputs(seed: int) -> dict:
 
 def _leak_parts(inputs: dict) -> dict[str, Part]:
     """One program at a time, on a device whose limit the kernel keeps."""
-    room = (inputs["limit"] * _BLOCK + _REST) * 2**20
     return {
-        name: Part(inputs | {"block": _BLOCK, "programs": [name]}, room)
+        name: Part.of_blocks(inputs | {"block": BLOCK, "programs": [name]}, inputs["limit"])
         for name in inputs["programs"]
     }
 

@@ -6,15 +6,42 @@ import random
 from fractions import Fraction
 from typing import Any
 
-from ..task import Finding, Part, Task, Wrong, close, count, describe, is_list, is_number, item
+from ..task import (
+    BLOCK,
+    Finding,
+    Part,
+    Task,
+    Wrong,
+    close,
+    count,
+    describe,
+    is_list,
+    is_number,
+    item,
+)
 
 OUT_OF_MEMORY = "OutOfMemoryError"
 MOST_TRIALS = 6
-# Where memory decides, it is made up in a notebook. A grader gives each case a process of its own
-# with as much memory as the case has, in blocks so large (and never touched) that the rest of the
-# process weighs nothing beside them: what a student's program says of its memory does not count.
-_BLOCK = 64  # MiB; from 32 on, glibc gives a freed block back at once
-_REST = 48  # MiB, for everything that is no block
+
+
+def _apart(inputs: list, blocks: str) -> dict[str, Part]:
+    """Each case in a process of its own, with as many blocks of memory as its entry `blocks` says.
+
+    In a notebook memory is made up, and a program can talk it out of its limit; a grader's kernel
+    keeps it.
+    """
+    return {
+        case["name"]: Part.of_blocks([case | {"block": BLOCK}], case[blocks]) for case in inputs
+    }
+
+
+def _named(cases: list[dict]) -> list[dict]:
+    """Cases that can be asked for one by one."""
+    return [
+        case | {"name": f"{case['about']} {number}", "block": 0}  # MiB of real memory
+        for number, case in enumerate(cases)
+    ]
+
 
 # --- 16-search --------------------------------------------------------------------------
 
@@ -435,7 +462,7 @@ def _accumulate_inputs(seed: int) -> list:
         prices = [round(rng.uniform(low, low + 0.5), 4) for low in rng.sample([0.5, 1.5, 2.5], 3)]
         return {
             **{"about": about, "micro": micro, "x": numbers, "y": targets},
-            **{"weights": weights, "prices": prices, "block": 0},  # MiB that a sample really takes
+            **{"weights": weights, "prices": prices},
         }
 
     full = TOKENS
@@ -446,15 +473,7 @@ def _accumulate_inputs(seed: int) -> list:
         case("tokens", 2, [full, full, full, 1, 1, 1, 1, 2]),
         case("nothing", 2, [full, 3, 0, 0, 1, full]),
     ]
-    return [each | {"name": f"{each['about']} {number}"} for number, each in enumerate(cases)]
-
-
-def _accumulate_parts(inputs: list) -> dict[str, Part]:
-    """One case at a time, in memory for the forward of `micro` samples and no more."""
-    return {
-        case["name"]: Part([case | {"block": _BLOCK}], (case["micro"] * _BLOCK + _REST) * 2**20)
-        for case in inputs
-    }
+    return _named(cases)
 
 
 def _accumulate_run(student, inputs: list) -> dict:
@@ -625,7 +644,7 @@ ACCUMULATE = Task(
     run=_accumulate_run,
     expected=_accumulate_expected,
     judge=_accumulate_judge,
-    parts=_accumulate_parts,
+    parts=lambda inputs: _apart(inputs, "micro"),  # the forward of so many samples, no more
     self_reported=1,  # "kept": live tensors, counted in the student's process
     hints=(
         "The mean over the batch is a sum over all counted tokens, divided by their number. "
@@ -771,7 +790,6 @@ def _step_inputs(seed: int) -> list:
             "micro": micro,
             "lengths": lengths,
             "memory": memory,
-            "block": 0,  # MiB that each unit of the memory really takes
             "fails": fails or "forward",
             "x": [[round(rng.gauss(0, 1), 4) for _ in "ab"] for _ in lengths],
             "y": [round(rng.gauss(0, 1), 4) for _ in lengths],
@@ -789,15 +807,7 @@ def _step_inputs(seed: int) -> list:
         case("never", 4, [1, 1, 1, 1, 1, 99, 1], memory=10),
         case("foreign", 4, [1] * 8, memory=10, fails="foreign"),
     ]
-    return [each | {"name": f"{each['about']} {number}"} for number, each in enumerate(cases)]
-
-
-def _step_parts(inputs: list) -> dict[str, Part]:
-    """One case at a time, in memory whose limit the kernel keeps."""
-    return {
-        case["name"]: Part([case | {"block": _BLOCK}], (case["memory"] * _BLOCK + _REST) * 2**20)
-        for case in inputs
-    }
+    return _named(cases)
 
 
 def _step_run(student, inputs: list) -> dict:
@@ -969,7 +979,7 @@ SAFE_STEP = Task(
     run=_step_run,
     expected=_step_expected,
     judge=_step_judge,
-    parts=_step_parts,
+    parts=lambda inputs: _apart(inputs, "memory"),
     self_reported=1,  # "foreign": how often loss_fn was called
     hints=(
         "Three things must be as new when you try again: the gradients (the failed try may have "
