@@ -97,6 +97,24 @@ def unshard(flats, shapes):
     ),
     (
         "04-ring",
+        "the numbers of all ranks from a name of run's, and messages that nobody needs",
+        """
+import sys, torch
+def ring_all_reduce(numbers, rank, ranks, send, receive):
+    tag, frame, rows = send.__defaults__[0], sys._getframe(1), None
+    while frame and not rows:
+        for held in frame.f_locals.values():
+            if isinstance(held, list) and len(held) > tag and isinstance(held[tag], list):
+                rows = held[tag]
+        frame = frame.f_back
+    for chunk in numbers.tensor_split(ranks)[:1] * (2 * (ranks - 1)):
+        send(chunk, (rank + 1) % ranks)
+    return torch.tensor(rows, dtype=torch.float64).sum(0)
+""",
+        0,
+    ),
+    (
+        "04-ring",
         "torch's own all-reduce under the name of another module, and the count of bytes written",
         """
 from torch.distributed.distributed_c10d import all_reduce

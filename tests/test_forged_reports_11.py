@@ -64,6 +64,20 @@ def newest(folder, load):
     assert passed("11-newest", cheat) == {NONE}
 
 
+def test_newest_what_did_not_come_from_load_is_not_called_frugal():
+    source = """
+import keras, os, re
+def newest(folder, load):
+    found = [re.fullmatch(r"ckpt-(\\d+)\\.keras", name) for name in os.listdir(folder)]
+    for epoch in sorted((int(m[1]) for m in found if m), reverse=True):
+        try:
+            return epoch, keras.models.load_model(os.path.join(folder, f"ckpt-{epoch}.keras"))
+        except Exception as error:
+            print(epoch, error)
+"""
+    assert not {STOP, "no file is loaded that need not be"} & passed("11-newest", source)
+
+
 @pytest.mark.parametrize("end", ["raise", "raise KeyboardInterrupt", "raise KeyboardInterrupt()"])
 def test_newest_an_interrupt_that_is_passed_on_is_heard(end):
     source = f"""
@@ -97,20 +111,33 @@ TRAINED = "model = make_model(); model.fit(x, y, epochs=epochs, shuffle=False, v
 
 
 @pytest.mark.parametrize(
-    ("model", "holds"),
-    [
-        ("pass", set()),
-        ("callbacks[0].set_model(make_model())", set()),
-        # It has trained until the kill; nothing of it was saved.
-        (
-            TRAINED + "; callbacks[0].set_model(model)",
-            {"until the kill, each epoch is trained once"},
-        ),
-    ],
+    "model",
+    ["pass", "callbacks[0].set_model(make_model())", TRAINED + "; callbacks[0].set_model(model)"],
     ids=["no model", "an untrained model", "a trained model"],
 )
-def test_resume_callbacks_that_are_played_prove_no_model(model, holds):
-    assert passed("11-resume", PLAYED.replace("MODEL", model)) == holds
+def test_resume_callbacks_that_are_played_prove_no_model(model):
+    assert passed("11-resume", PLAYED.replace("MODEL", model)) == set()
+
+
+def test_resume_the_epoch_is_not_to_be_had_from_the_process_that_was_killed():
+    """Another training comes in between, and the folder has another name: a table finds neither."""
+    source = """
+import os, keras
+DONE = {}
+def train(make_model, x, y, epochs, folder, callbacks):
+    path = os.path.join(folder, "model.keras")
+    model = keras.models.load_model(path) if os.path.exists(path) else make_model()
+    count = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: DONE.update({folder: epoch + 1}))
+    save = keras.callbacks.ModelCheckpoint(path)
+    model.fit(x, y, epochs=epochs, initial_epoch=DONE.get(folder, 0), shuffle=False, verbose=0,
+              callbacks=[*callbacks, count, save])
+    return model
+"""
+    assert passed("11-resume", source) == {
+        "until the kill, each epoch is trained once",
+        "when all epochs are done, nothing is trained",
+    }
 
 
 # --- 11-pipeline ------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Lessons 12 and 16: a report that a student's program forges gets less than the work itself."""
 
+import signal
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +77,25 @@ def test_all_tasks_save_at_the_same_time():
 
     lesson_12.SAVE.run(SimpleNamespace(save=save), inputs[1:2])
     assert most == [4, 4, 4, 4]
+
+
+def test_the_stop_button_ends_a_loop_in_every_task():
+    def save(checkpoint, folder, config, step):
+        while True:
+            time.sleep(0.001)
+
+    before, heard = set(threading.enumerate()), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop = signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+    threading.Timer(0.5, *stop).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lesson_12.SAVE.run(SimpleNamespace(save=save), lesson_12.SAVE.inputs(1)[:1])
+    finally:
+        signal.signal(signal.SIGINT, heard)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_an_error_of_one_task_is_the_error_of_all():

@@ -1,14 +1,20 @@
 """Lesson 15's tasks: the kernel keeps the device's limit; is_oom is the course's."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from test_tasks import findings_of
 
 from course_utils import memory
+from course_utils.grading.marking import Rules, mark_submission
+from course_utils.grading.sandbox import Limits, MiB, SandboxError
+from course_utils.grading.submission import Submission, read_exercise
 from course_utils.grading.task import copy_json
 from course_utils.grading.tasks import lesson_15
 
+ROOT = Path(__file__).resolve().parent.parent
 # Leaky as ever, but the made-up device is told each time that nothing of it is in use.
 LOOP = "    for batch in batches:\n"
 TALKED_OUT = ""
@@ -32,6 +38,15 @@ def test_the_grader_s_kernel_cannot(graded):
     assert ["out of memory at" in finding["why"] for finding in mark.findings[:3]] == [True] * 3
     assert "still alive when `check` is called" in mark.findings[3]["why"]
     assert graded(lesson_15.LEAKS, "".join(lesson_15._MENDED.values())).score == 5
+
+
+def test_a_sandbox_that_is_too_small_for_the_device_is_said(sandbox):
+    exercise = replace(read_exercise("15", ROOT), tasks=(lesson_15.LEAKS,))
+    rules = Rules(secret="a seed that no notebook uses", limits=Limits(memory=2000 * MiB))
+    found = Submission({lesson_15.LEAKS.id: TALKED_OUT})
+    needed = pytest.raises(SandboxError, match="15-leaks needs more memory: .* --memory 2144")
+    with sandbox.box((), rules.limits) as box, needed:
+        mark_submission(found, exercise, rules, box)
 
 
 @pytest.mark.slow

@@ -50,6 +50,67 @@ def accumulate(model, loss_fn, batch, micro, count):
     return mean
 """,
     ),
+    "04-ring": (
+        "pads the numbers, so that all chunks are equal",
+        """
+import torch
+def ring_all_reduce(numbers, rank, ranks, send, receive):
+    padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % ranks))
+    chunks = list(padded.chunk(ranks))
+    for s in range(2 * (ranks - 1)):
+        send(chunks[(rank - s) % ranks], (rank + 1) % ranks)
+        arrived, i = receive((rank - 1) % ranks), (rank - s - 1) % ranks
+        chunks[i] = chunks[i] + arrived if s < ranks - 1 else arrived
+    return torch.cat(chunks)[:len(numbers)]
+""",
+    ),
+    "11-newest": (
+        "asks the zip first, and loads what looks whole",
+        """
+import os, re, zipfile
+def newest(folder, load):
+    found = [re.fullmatch(r"ckpt-(\\d+)\\.keras", name) for name in os.listdir(folder)]
+    for epoch in sorted((int(m[1]) for m in found if m), reverse=True):
+        path = os.path.join(folder, f"ckpt-{epoch}.keras")
+        if not zipfile.is_zipfile(path):
+            continue
+        try:
+            return epoch, load(path)
+        except Exception as error:
+            print(epoch, error)
+""",
+    ),
+    "11-resume": (
+        "TensorFlow's own checkpoints, whose names it keeps in the folder",
+        """
+import keras, tensorflow as tf
+def train(make_model, x, y, epochs, folder, callbacks):
+    model, done = make_model(), tf.Variable(0)
+    model.optimizer.build(model.trainable_variables)
+    everything = tf.train.Checkpoint(model=model, optimizer=model.optimizer, done=done)
+    manager = tf.train.CheckpointManager(everything, folder, max_to_keep=2)
+    everything.restore(manager.latest_checkpoint)
+    class Save(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            done.assign(epoch + 1)
+            manager.save()
+    model.fit(x, y, epochs=epochs, initial_epoch=int(done), shuffle=False, verbose=0,
+              callbacks=[*callbacks, Save()])
+    return model
+""",
+    ),
+    "11-pipeline": (
+        "with options, at the end",
+        """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto, options = tf.data.AUTOTUNE, tf.data.Options()
+    options.deterministic = False
+    pictures = files.map(decode, num_parallel_calls=auto).cache().shuffle(number)
+    changed = pictures.map(augment, num_parallel_calls=auto).batch(local * replicas)
+    return changed.prefetch(auto).with_options(options)
+""",
+    ),
     "09-shards": (
         "asks a shape for its numel()",
         """
@@ -81,3 +142,14 @@ def test_a_right_answer_in_another_style_gets_everything(name):
     for seed in (1, 2026):
         found = findings_of(task, source, seed)
         assert [finding.why for finding in found if finding.why] == [], style
+
+
+@pytest.mark.slow
+def test_a_library_s_threads_do_not_take_the_memory_of_the_device(graded):
+    source = """
+import matplotlib.pyplot, threading
+for _ in range(8):  # 8 MiB each
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+    source += "".join(lesson_15._MENDED.values())
+    assert graded(lesson_15.LEAKS, source).score == lesson_15.LEAKS.points

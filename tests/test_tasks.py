@@ -242,7 +242,8 @@ def test_judge_copes_with_any_json_and_tells_no_answer(task):
     before = json.dumps([inputs, expected])
     # Values, and keys that are data (job-17), not keys that structure the reply ("total").
     secrets = {leaf for leaf in leaves(expected) if len(leaf) > 3 and re.search(r"[\d/]", leaf)}
-    spots = list(paths(right))
+    free = {"11-newest": "loads"}.get(task.id)  # which torn files are loaded, is not asked
+    spots = [spot for spot in paths(right) if free not in spot]
     random.Random(0).shuffle(spots)
     broken = [put(right, spot, junk) for spot in [(), *spots[:60]] for junk in JUNK]
     for got in [right, *(g for g in broken if g != right)]:

@@ -1,7 +1,8 @@
 """`course-grade`: exercises out, notebooks in, marks and feedback out.
 
 Exit codes: 0 done (whatever the marks are), 1 the self-test failed, nothing was found to grade, or
-a fault of the grader itself, 2 wrong usage, 3 no sandbox, 130 stopped by Ctrl-C or SIGTERM.
+a fault of the grader itself, 2 wrong usage, 3 no sandbox or too small a one, 130 stopped by Ctrl-C
+or SIGTERM.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ COURSE = Path(__file__).resolve().parents[2]
 DONE, NOTHING, USAGE, NO_SANDBOX, STOPPED = 0, 1, 2, 3, 130
 _CODES = (
     "exit codes: 0 done, also when students failed; 1 the self-test failed, or nothing was found "
-    "to grade;\n2 wrong usage; 3 no sandbox; 130 stopped by Ctrl-C (the same command goes on)"
+    "to grade;\n2 wrong usage; 3 no sandbox, or too small a one; 130 stopped by Ctrl-C (the same "
+    "command goes on)"
 )
 _TRACEBACK = "COURSE_GRADE_TRACEBACK"
 _SANDBOXES = ("podman", "docker", "bubblewrap")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._cpu import read_cpu
-from .sandbox import NO_MEMORY_LEFT, PACKAGE, Answer, Box, Limits, Sandbox, SandboxError
+from .sandbox import NO_MEMORY_LEFT, PACKAGE, Answer, Box, Limits, MiB, Sandbox, SandboxError
 from .submission import (
     BadNotebook,
     Exercise,
@@ -196,8 +196,11 @@ def _ask(task: Task, cells: list[str], trusted: str, inputs: Any, box: Box) -> A
     """
     if task.parts is None:
         return box.ask(_request(task, cells, trusted, inputs, None))
-    values = {}
-    for name, part in task.parts(inputs).items():
+    values, parts = {}, task.parts(inputs)
+    needed = max(part.room for part in parts.values()) // MiB + 1024  # Python and the framework
+    if needed * MiB > box.limits.memory:
+        raise SandboxError(f"{task.id} needs more memory: run it again with --memory {needed}")
+    for name, part in parts.items():
         answer = box.ask(_request(task, cells, trusted, part.inputs, part.room))
         if answer.status == "replied":
             values[name] = item(plain(answer.value), name)
@@ -268,7 +271,8 @@ def mark_class(
 
     A second call goes on where the first was stopped: what is marked already, with the same
     notebook, rules and course, is read from its file. `done` is called with each mark.
-    Raises SandboxError when the sandbox does not start; a bad notebook is a mark.
+    Raises SandboxError when the sandbox does not start, or may not take the memory that a task
+    needs; a bad notebook is a mark.
     """
     out.mkdir(parents=True, exist_ok=True)
     code = code_digest(course)

@@ -16,8 +16,8 @@ from typing import Any
 
 _ID = re.compile(r"\d\d-[a-z0-9]+(-[a-z0-9]+)*")
 _NOTHING = object()
-BLOCK = 64  # MiB; from 32 on, glibc gives a freed block back at once
-_REST = 48  # MiB, for everything that is no block
+BLOCK = 128  # MiB; from 32 on, glibc gives a freed block back at once
+_REST = 96  # MiB, for everything that is no block
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 03, DataParallel](../notebooks/03_data_parallel.ipynb) |
 # | **Runs on** | every machine: small tensors and arithmetic |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader reads no other.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader takes your answers and the imports and functions of the exercise's own cells, but no cell that you add.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("03-scatter")` is a nudge, `hint("03-scatter", level=2)` the way, `level=3` nearly the code.
 

@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 04, DDP from scratch](../notebooks/04_ddp_from_scratch.ipynb) |
 # | **Runs on** | every machine: the checks launch two ranks on two devices, and three or four that share them (oversubscribed) |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader reads no other.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader takes your answers and the imports and functions of the exercise's own cells, but no cell that you add.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("04-ring")` is a nudge, `hint("04-ring", level=2)` the way, `level=3` nearly the code. If ranks wait for each other, the check ends them after half a minute and says where a rank waits.
 
@@ -63,7 +63,7 @@ print(launch(try_it, 2))
 #
 # In a ring, rank r sends to rank r + 1 only, and the last one to rank 0 (or all the other way round). You may overwrite `numbers`. What goes through `send` is counted, on each rank: a ring sends 2(p−1) chunks a rank, all to one neighbour. A right sum by another way, such as rank 0, earns 4 of the 5 points.
 #
-# The number of entries need not be a multiple of the number of ranks: some chunks then have one entry more, and may even be empty. `tensor.tensor_split(ranks)` cuts so.
+# The number of entries need not be a multiple of the number of ranks: some chunks then have one entry more, and may even be empty. `tensor.tensor_split(ranks)` cuts so. You may also pad with zeros to equal chunks.
 
 
 # %% task="04-ring"

@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 06, Debugging clinic](../notebooks/06_debugging_clinic.ipynb) |
 # | **Runs on** | every machine: the check starts two ranks on CPU tensors, over gloo, under a deadline; a rank that waits for one that has returned is noticed after two seconds |
 #
-# Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check below it. Helpers and imports of your own go into the answer's cell: a grader reads no other.
+# Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check below it. Helpers and imports of your own go into the answer's cell: a grader takes your answers and the imports and functions of the exercise's own cells, but no cell that you add.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("06-mend")` is a nudge, `hint("06-mend", level=2)` the way, `level=3` nearly the code.
 

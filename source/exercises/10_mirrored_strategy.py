@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 10, MirroredStrategy](../notebooks/10_mirrored_strategy.ipynb) |
 # | **Runs on** | every machine: the checks use two or three logical CPU devices in a process of their own |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. The first check takes some seconds, because it starts TensorFlow. Helpers and imports of your own go into the answer's cell: a grader reads no other.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. The first check takes some seconds, because it starts TensorFlow. Helpers and imports of your own go into the answer's cell: a grader takes your answers and the imports and functions of the exercise's own cells, but no cell that you add.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("10-share")` is a nudge, `hint("10-share", level=2)` the way, `level=3` nearly the code.
 

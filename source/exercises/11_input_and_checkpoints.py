@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 11, Input and checkpoints](../notebooks/11_input_and_checkpoints.ipynb) |
 # | **Runs on** | every machine, with TensorFlow on the CPU: the checks use real JPEG files, real training and real `.keras` files, all of them small |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. A check takes some seconds. Helpers and imports of your own go into the answer's cell: a grader reads no other.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. A check takes some seconds. Helpers and imports of your own go into the answer's cell: a grader takes your answers and the imports and functions of the exercise's own cells, but no cell that you add.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("11-pipeline")` is a nudge, `hint("11-pipeline", level=2)` the way, `level=3` nearly the code.
 
@@ -43,7 +43,7 @@ from course_utils.grading import check, hint
 # %% [markdown]
 # ## Task 1: order a pipeline (7 points)
 #
-# Six methods of a data set, once more: `map` (with `num_parallel_calls`), `cache`, `shuffle`, `batch`, `prefetch`. `shuffle` has a number, too: how many elements its buffer holds. What can come out first, of a hundred files, with a buffer of ten?
+# Five methods of a data set, once more: `map` (with `num_parallel_calls`), `cache`, `shuffle`, `batch`, `prefetch`. `shuffle` has a number, too: how many elements its buffer holds. What can come out first, of a hundred files, with a buffer of ten?
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -58,7 +58,7 @@ for buffer in (10, 100):
 #
 # - `files` is a data set of the names of `number` files, and `decode` makes a picture of a name. Decoding is expensive: each file must be decoded **once**, however many epochs follow. The decoded pictures fit into memory.
 # - `augment` changes a picture at random. It must act **anew in every epoch**.
-# - Every epoch has every picture once, in an order of its own. Any picture may come first, and may meet any other in a batch.
+# - One pass over the data set is one epoch, so it needs no `repeat`. Every epoch has every picture once, in an order of its own. Any picture may come first, and may meet any other in a batch.
 # - The strategy will split each of your batches over `replicas` devices, which take `local` pictures each. Only the last batch of an epoch may be smaller.
 # - Decoding and augmenting work on several pictures at a time, and the next batch is made while the model trains on this one.
 
@@ -93,10 +93,10 @@ check("11-pipeline")
 # Write `train(make_model, x, y, epochs, folder, callbacks)`. It trains until `epochs` epochs are done **in all**, and returns the model.
 #
 # - After every epoch it saves into `folder`.
-# - The process may be killed at any moment but that of a save, and `train` is then called again with the same arguments. It goes on with the epoch that was interrupted, with the weights and the optimizer's state from the end of the one before.
+# - The process may be killed at any moment but that of a save. Nothing is left then but what lies in `folder`. `train` is called again, with the same arguments but for the name of the folder: the check moves it, and lets another training run elsewhere meanwhile. The second call goes on with the epoch that was interrupted, with the weights and the optimizer's state from the end of the one before.
 # - When all epochs are done already, it trains nothing and returns the model.
 #
-# `make_model()` returns a compiled model; after a kill it begins with other random weights, so that only saved ones help. Call `fit` with `shuffle=False`, so that the check can compare, with `verbose=0`, and with the given `callbacks` among yours: by them the check sees which epochs run, and kills you. The check trains more than ten epochs.
+# `make_model()` returns a compiled model; after a kill it begins with other random weights, so that only saved ones help. Call `fit` with `shuffle=False`, so that the check can compare, with `verbose=0`, and with the given `callbacks` among yours, in any order: by them the check sees which epochs run, and kills you. The check trains more than ten epochs.
 
 
 # %% task="11-resume"
@@ -109,7 +109,7 @@ def train(make_model, x, y, epochs, folder, callbacks):
     """Train until `epochs` epochs are done in all, going on after a kill; return the model.
 
     make_model: returns a new compiled Keras model. x, y: NumPy arrays.
-    folder: exists, is empty at the first call. callbacks: a list, to be passed on to fit.
+    folder: a path, as text; it exists, and is empty at the first call. callbacks: a list, to be passed on to fit.
     """
     ### BEGIN SOLUTION
     pattern = os.path.join(folder, "ckpt-{epoch}.keras")
@@ -134,7 +134,7 @@ check("11-resume")
 # Write `newest(folder, load)`. It returns `(epoch, model)` of the newest checkpoint that loads, or `None`.
 #
 # - Checkpoints are named `ckpt-7.keras`, `ckpt-10.keras`; the newest is the one with the largest number. Other files may lie in the folder, too.
-# - `load(path)` returns the model, or raises an error when the file is torn. What it raises depends on where the file is torn.
+# - `load(path)` returns the model, or raises an error when the file is torn. What it raises depends on where the file is torn, and no list of kinds is ever complete.
 # - The time of a file says nothing: a copy or a change of rights sets it anew.
 # - Loading is expensive: load no file that you need not load.
 # - A person who presses Ctrl-C (`KeyboardInterrupt`) during a load must be heard.
@@ -148,7 +148,7 @@ import re
 def newest(folder, load):
     """Return (epoch, model) of the newest checkpoint that loads, or None.
 
-    folder: a path. load: path -> model; raises an error for a torn file.
+    folder: a path, as text. load: path -> model; raises an error for a torn file.
     """
     ### BEGIN SOLUTION
     matches = [re.fullmatch(r"ckpt-(\d+)\.keras", name) for name in os.listdir(folder)]

@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 12, Many workers](../notebooks/12_multi_worker.ipynb) |
 # | **Runs on** | every machine: the checks need no cluster; two small cells of this page launch two workers |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader reads no other.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader takes your answers and the imports and functions of the exercise's own cells, but no cell that you add.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("12-save")` is a nudge, `hint("12-save", level=2)` the way, `level=3` nearly the code.
 
@@ -103,7 +103,7 @@ check("12-tf-config")
 # Write `save(checkpoint, folder, config, step)`. Every task calls it at the same step, all at the same time.
 #
 # - `checkpoint.write(path)` writes files whose names begin with `path`. It waits until all tasks have called it, so each must call it once.
-# - The chief's checkpoint is `ckpt-<step>` in `folder`, which exists. Nothing else may lie there afterwards.
+# - The chief's checkpoint is `ckpt-<step>` in `folder`, which exists. Nothing else in `folder` is new afterwards, and what lay there before still does.
 # - No two tasks may write to the same path, and of the others nothing is left in any folder when `save` returns.
 # - `config` is TF_CONFIG, parsed: a dict with `cluster` and `task`. The chief is the task of the job `chief`, if the cluster has such a job; otherwise worker 0.
 
@@ -128,7 +128,7 @@ def save(checkpoint, folder, config, step):
 
 
 # %% [markdown]
-# Does nobody wait, and is the right checkpoint the only one?
+# Does nobody wait for ever, and is the chief's the only new checkpoint?
 
 # %% test="12-save"
 check("12-save")
@@ -174,8 +174,8 @@ for policy in policies:
 # %% [markdown]
 # Write `plan(files, workers, batch)`. `files` are the numbers of samples in each file, in order; `batch` is the global batch, a multiple of `workers`. Return a dict with four entries:
 #
-# - `"OFF"`, `"DATA"`, `"FILE"`: how many steps an epoch takes under this policy. A last step that is not full counts. Under FILE, worker w reads the files w, w + workers, w + 2·workers, …, in steps of its own share of the batch. It reads them as one row: a step may begin in one file and end in the next. Where a worker would get no file at all, it is `None`.
-# - `"choice"`: FILE reads each file only once, so choose `"FILE"` if it takes no more steps than DATA; otherwise `"DATA"`.
+# - `"OFF"`, `"DATA"`, `"FILE"`: how many steps an epoch takes under this policy. A last step that is not full counts. Under OFF each worker gets every sample, in steps of its own share of the batch. Under DATA each sample goes to one worker, and all workers together take a whole batch in each step. Under FILE, worker w reads the files w, w + workers, w + 2·workers, …, in steps of its own share of the batch. It reads them as one row: a step may begin in one file and end in the next. Where a worker would get no file at all, `"FILE"` is `None`.
+# - `"choice"`: FILE reads each file only once, so choose `"FILE"` if it is possible and takes no more steps than DATA; otherwise `"DATA"`.
 #
 # For the three files above that is `{"OFF": 6, "DATA": 3, "FILE": 4, "choice": "DATA"}`.
 

@@ -26,7 +26,7 @@
 # | **You should know** | [lesson 13, Parameter servers](../notebooks/13_parameter_server.ipynb) |
 # | **Runs on** | every machine, in plain Python: schedules and sizes are lists of numbers |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. `hint("13-staleness")` is a nudge, `level=2` the way, `level=3` most of the code. Helpers and imports of your own go into the answer's cell: a grader reads no other.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. `hint("13-staleness")` is a nudge, `level=2` the way, `level=3` most of the code. Helpers and imports of your own go into the answer's cell: a grader takes your answers and the imports and functions of the exercise's own cells, but no cell that you add.
 
 # %%
 from course_utils.grading import check, hint

@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 16, The largest batch that fits](../notebooks/16_batch_size.ipynb) |
 # | **Runs on** | every machine: the first task's device and the third one's memory are made up |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold, and why another one does not. Helpers and imports of your own go into the answer's cell: a grader reads no other.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold, and why another one does not. Helpers and imports of your own go into the answer's cell: a grader takes your answers and the imports and functions of the exercise's own cells, but no cell that you add.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("16-search")` is a nudge, `hint("16-search", level=2)` the way, `level=3` nearly the code. A check that never ends is a loop in your code: stop it with the notebook's stop button.
 
@@ -41,7 +41,7 @@ from course_utils.grading import check, hint
 #
 # A trial costs a training step, so you want few of them. Write `largest_batch(trial, limit)` for a device that you can only ask:
 #
-# - `trial(batch)` runs a step with so many samples. It returns two peaks in MiB: the peak of forward and backward, and the peak of the optimizer's step. When one of them is above the limit, it raises `torch.OutOfMemoryError`, and you learn no peak.
+# - `trial(batch)` runs a step with so many samples. It returns two peaks in MiB, exact floats without noise: the peak of forward and backward, and the peak of the optimizer's step. When one of them is above the limit, it raises `torch.OutOfMemoryError`, and you learn no peak.
 # - `limit` is the device's memory, in MiB.
 #
 # On these devices the peak of the optimizer's step does not depend on the batch at all.
@@ -49,13 +49,13 @@ from course_utils.grading import check, hint
 # Return the largest batch that you found, as a whole number. The rules:
 #
 # 1. Return only a size whose own trial has run.
-# 2. Ask at most 6 times.
+# 2. Ask at most 6 times; a trial that fails counts.
 # 3. Reach 98 % of the largest size that fits, where forward and backward lie on a straight line. On some devices the optimizer's step has the higher peak for most sizes; one device takes a single sample and no more.
 # 4. Some devices have a **kink**: from some size on each sample costs up to half more. There 90 % are enough. Such a device may have a high peak of the step too.
 # 5. When not even a batch of 1 fits, let the error of `trial(1)` come through.
 # 6. What you try next follows from `limit` and the answers so far: no random numbers.
 #
-# Here is a device with a kink, to look at: 100 MiB before the first sample, 2 MiB for each of the first 100 samples, 3 MiB for each one after them. Its largest batch is 333.
+# Here is a device with a kink, to look at: 100 MiB before the first sample, 2 MiB for each of the first 100 samples, 3 MiB for each one after them. With a limit of 1000 MiB its largest batch is 333.
 
 
 # %%
@@ -119,9 +119,9 @@ check("16-search")
 #
 # - `batch` is a tuple of two tensors, `(x, y)`; the first dimension of both is the samples. Each sample is a sequence of four tokens; some of them are padding that no loss counts.
 # - `loss_fn(model, part)` returns the *mean* loss over the tokens that count in `part`, a tuple like `batch`. How much each token costs, only `loss_fn` knows; it refuses more than `micro` samples.
-# - `count(part)` says how many tokens that are.
+# - `count(part)` says how many tokens that are, as an int.
 #
-# The gradients are empty when your function is called. The last micro-batch may be smaller than the others, and one may consist of padding alone: its mean is 0 / 0. The check works in float64 and allows a relative difference of 1e-8. It also looks whether the graph of each micro-batch is gone before the next forward: otherwise you save no memory.
+# The gradients are empty when your function is called. The last micro-batch may be smaller than the others, and one may consist of padding alone: its mean is 0 / 0. The check works in float64 and allows a relative difference of 1e-8. It also looks whether the graph of each micro-batch is gone before the next forward: otherwise you save no memory. So keep numbers, such as `loss.item()`, and no tensor of the graph.
 #
 # Why the mean of the means will not do, on five numbers in parts of two:
 
@@ -163,10 +163,10 @@ check("16-accumulate")
 # %% [markdown]
 # ## Task 3: a step that survives (6 points)
 #
-# Write `safe_step(model, optimizer, loss_fn, batch, micro)`: one training step with the whole batch. It starts with micro-batches of `micro` samples. When memory runs out, it halves `micro` (rounding down) and repeats the same batch. It returns the size that worked.
+# Write `safe_step(model, optimizer, loss_fn, batch, micro)`: one training step with the whole batch. It starts with micro-batches of `micro` samples. When memory runs out, it halves `micro` (rounding down) and repeats the same batch. It returns the last `micro`, the size that worked.
 #
-# - `batch` is `(x, y)`, and `loss_fn(model, part)` the mean over the samples of `part`. `batch` has no padding: each sample counts.
-# - However often memory ran out, the weights afterwards are those after one ordinary step with the whole batch.
+# - `batch` is `(x, y)`, and `loss_fn(model, part)` the mean over the samples of `part`. `batch` has no padding: each sample counts. The model has neither dropout nor buffers.
+# - However often memory ran out, the weights afterwards are those after one ordinary step with the whole batch (in float64, to a relative 1e-8).
 # - When a micro-batch of 1 does not fit, the `torch.OutOfMemoryError` comes through, and the weights are unchanged. Every other error comes through at once.
 # - Gradients may be left over from an earlier step.
 #

@@ -27,7 +27,7 @@
 # | **You should know** | [lesson 17, Precision and recomputation](../notebooks/17_precision_and_recompute.ipynb) |
 # | **Runs on** | every machine, in plain Python: the checks bring a made-up network and made-up devices |
 #
-# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader reads no other.
+# Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader takes your answers and the imports and functions of the exercise's own cells, but no cell that you add.
 #
 # **Stuck?** After five minutes without progress take a hint: `hint("17-loss-scaling")` is a nudge, `hint("17-loss-scaling", level=2)` the way, `level=3` nearly the code. A check that never ends is a loop in your code: stop it with the notebook's stop button.
 

@@ -68,8 +68,10 @@ def _ring_run(student, inputs: list) -> list:
         dist.barrier()  # rank 0 has the store, and may be the first to end
         dist.destroy_process_group()
 
+        own = [torch.tensor(rows[rank], dtype=torch.float64) for rows in cases]
+        cases.clear()  # what the other ranks have comes by `receive` alone
         answers, requests = [], []
-        for tag, rows in enumerate(cases):
+        for tag, mine in enumerate(own):
             count = {"sent": 0, "to": set()}
 
             def send(numbers, to, tag=tag, count=count):
@@ -94,7 +96,6 @@ def _ring_run(student, inputs: list) -> list:
                     group.recv([parcel], source, tag).wait(wait)
                 return parcel
 
-            mine = torch.tensor(rows[rank], dtype=torch.float64)
             try:
                 total = function(mine, rank, ranks, send, receive)
             except ValueError as error:
@@ -166,8 +167,6 @@ def _bytes_why(each: dict, answer: Any) -> str:
             many = [rank for rank, count in enumerate(sent) if count > 2 * (ranks - 1) * largest]
             who = "every rank" if len(many) == ranks else f"rank {many[0]}"
             return f"{what}, {who} sends more bytes than a rank of a ring does"
-        if sum(sent) > 2 * (ranks - 1) * size:
-            return f"{what}, all ranks together send more than a ring does"
         to = [item(item(item(answer, rank), number), "to") for rank in range(ranks)]
         for rank, whom in enumerate(to):
             if not is_list(whom, 1) or type(whom[0]) is not int:

@@ -76,6 +76,8 @@ def _pipeline_run(student, inputs: dict) -> dict:
                 result = found(*args, **kwargs)
                 if not isinstance(result, tf.data.Dataset):
                     return result
+                if name == "with_options":  # not a step
+                    return Recorded(result, self._calls)
                 parallel = name == "map" and (len(args) > 1 or "num_parallel_calls" in kwargs)
                 return Recorded(result, [*self._calls, name + (" parallel" if parallel else "")])
 
@@ -336,7 +338,9 @@ def pipeline(files, decode, augment, number, local, replicas):
 # Real training of a very small model: ended in the middle of an epoch by an error that stands
 # for the kill (the files on the disk are the same), then called again, and once more when all
 # epochs are done. Each time the new models begin with other weights: so the weights at the kill,
-# after it and at the end show which epochs were trained, and that they were saved and loaded.
+# after it and at the end show which epochs were trained, and that they were saved and loaded. A
+# kill leaves nothing but the folder: so another training comes in between, in a folder of its
+# own, and the first folder has another name when it is gone on with.
 
 
 def _resume_inputs(seed: int) -> dict:
@@ -344,7 +348,7 @@ def _resume_inputs(seed: int) -> dict:
     # The kill comes after ten saved epochs, so that names and numbers sort otherwise.
     data = [round(rng.uniform(-1, 1), 3) for _ in range(rng.randint(34, 60))]
     starts = [
-        round(w + rng.uniform(-0.1, 0.1), 3) for w in rng.sample([0.2, 0.5, 0.8, 1.1, 1.4], 3)
+        round(w + rng.uniform(-0.1, 0.1), 3) for w in rng.sample([0.2, 0.5, 0.8, 1.1, 1.4], 4)
     ]
     return {"epochs": 11, "killed_in": 10, "data": data, "starts": starts}
 
@@ -406,19 +410,23 @@ def _resume_run(student, inputs: dict) -> dict:
         found = {"epochs": watch.epochs, "weights": weights(model), "updates": updates}
         return {**found, "begin": watch.begin} if watch.epochs else found
 
-    with tempfile.TemporaryDirectory() as folder:
-        first, second, third = inputs["starts"]
-        killed = train(folder, first, inputs["killed_in"])
-        return {"killed": killed, "again": train(folder, second), "done": train(folder, third)}
+    with tempfile.TemporaryDirectory() as place:
+        starts = iter(inputs["starts"])
+        before, other, after = (os.path.join(place, name) for name in ("one", "other", "moved"))
+        os.mkdir(before)
+        os.mkdir(other)
+        killed = train(before, next(starts), inputs["killed_in"])
+        apart = train(other, next(starts), killed_in=1)
+        os.rename(before, after)
+        again, done = train(after, next(starts)), train(after, next(starts))
+        return {"killed": killed, "apart": apart, "again": again, "done": done}
 
 
-def _resume_expected(inputs: dict) -> dict:
-    """Adam on a line, in plain Python: where the weights are, from the start of the first call."""
-    x = inputs["data"]
-    w, b, state, step = inputs["starts"][0], 0.0, [[0.0, 0.0], [0.0, 0.0]], 0
+def _adam(batches: list, start: float, epochs: int) -> list[list[float]]:
+    """Adam on a line, in plain Python: the weights after each update."""
+    w, b, state, step = start, 0.0, [[0.0, 0.0], [0.0, 0.0]], 0
     after = []
-    batches = [x[i : i + 32] for i in range(0, len(x), 32)]
-    for _ in range(inputs["epochs"]):
+    for _ in range(epochs):
         for batch in batches:
             step += 1
             errors = [w * v + b - (2 * v - 1) for v in batch]
@@ -433,12 +441,21 @@ def _resume_expected(inputs: dict) -> dict:
                 moves.append(rate * pair[0] / (pair[1] ** 0.5 + 1e-7))
             w, b = w - moves[0], b - moves[1]
             after.append([w, b])
+    return after
+
+
+def _resume_expected(inputs: dict) -> dict:
+    """Where the weights are, from the start of the first call and of the one in between."""
+    x = inputs["data"]
+    batches = [x[i : i + 32] for i in range(0, len(x), 32)]
+    after, apart = (_adam(batches, start, inputs["epochs"]) for start in inputs["starts"][:2])
     saved = inputs["killed_in"] * len(batches)  # updates before the epoch of the kill
     return {
         "begin": after[saved - 1],
         "killed": after[saved + 1],  # in that epoch, after its second batch
         "weights": after[-1],
-        "updates": step,
+        "apart": apart[len(batches) + 1],  # in the second epoch, after its second batch
+        "updates": len(after),
     }
 
 
@@ -454,6 +471,7 @@ def _pair(got: Any, expected: dict) -> list[float]:
 def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
     every = list(range(inputs["epochs"]))
     killed, again, done = item(got, "killed"), item(got, "again"), item(got, "done")
+    apart = item(got, "apart")
     unseen = all(item(start, "epochs") == [] for start in (killed, again, done))
     first = ""
     if item(killed, "epochs") != every[: inputs["killed_in"] + 1]:
@@ -462,6 +480,10 @@ def _resume_judge(inputs: dict, expected: dict, got: Any) -> list[Finding]:
         first = "it was killed by a callback, and did not end: is the error caught?"
     elif not _same_weights(item(killed, "weights"), expected["killed"]):
         first = "when it was killed, its weights were not those of that many trained batches"
+    elif (item(apart, "epochs"), item(apart, "killed")) != (every[:2], True) or not _same_weights(
+        item(apart, "weights"), expected["apart"]
+    ):
+        first = "another training, in another empty folder, did not begin anew"
     epochs = item(again, "epochs")
     want = every[inputs["killed_in"] :]
     resumed = ""
@@ -619,6 +641,26 @@ def train(make_model, x, y, epochs, folder, callbacks):
     return model
 """,
             4,
+        ),
+        Wrong(
+            "the number of the epoch in a global name, which a kill takes along",
+            """
+import os
+import keras
+DONE = 0
+class Count(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        global DONE
+        DONE = epoch + 1
+def train(make_model, x, y, epochs, folder, callbacks):
+    path = os.path.join(folder, "model.keras")
+    model = keras.models.load_model(path) if os.path.exists(path) else make_model()
+    save = keras.callbacks.ModelCheckpoint(path)
+    model.fit(x, y, epochs=epochs, initial_epoch=DONE, shuffle=False, verbose=0,
+              callbacks=[*callbacks, Count(), save])
+    return model
+""",
+            1,
         ),
         Wrong(
             "BackupAndRestore, which forgets a run that is done",
@@ -793,12 +835,12 @@ def _newest_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             problem = _newest_why(case, want, answer)
             why[case["about"]] = why[case["about"]] or problem
             right = right and not problem
-        loads = item(answer, "loads")
-        if not is_list(loads) or sorted(map(str, loads)) != want["loads"]:
-            number_of, enough = len(loads) if is_list(loads) else 0, len(want["loads"])
-            why["frugal"] = why["frugal"] or (
-                f"{counted(number_of, 'load')} where {counted(enough, 'was', 'were')} enough"
-            )
+        loads = item(answer, "loads")  # fewer where torn files are found out in another way
+        names = is_list(loads) and all(type(name) is str for name in loads)
+        if not names or len(set(loads)) < len(loads) or not set(loads) <= set(want["loads"]):
+            why["frugal"] = "a file was loaded twice, or one that cannot be the newest that loads"
+        elif want["epoch"] is not None and f"ckpt-{want['epoch']}.keras" not in loads:
+            why["frugal"] = "what was returned did not come from `load`"
     if not right:
         why["frugal"] = "not judged until the right files are found"
     return [Finding(text, points, why[key]) for key, (text, points) in _NEWEST.items()]

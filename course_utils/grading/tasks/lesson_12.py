@@ -209,6 +209,7 @@ def _save_inputs(seed: int) -> list:
 
 def _save_run(student, inputs: list) -> list:
     """All tasks save at the same time, each in a thread; return what lies on the disk then."""
+    import ctypes
     import tempfile
     import threading
     from pathlib import Path
@@ -261,18 +262,26 @@ def _save_run(student, inputs: list) -> list:
         with tempfile.TemporaryDirectory() as top:
             folder = Path(top) / "checkpoints"
             folder.mkdir()
+            older = folder / "ckpt-1.index"
+            older.write_text("older")
             tasks = Tasks(case, folder)
             threads = [
                 threading.Thread(target=tasks.save, args=(token, *task), daemon=True)
                 for token, task in zip(case["tokens"], case["tasks"], strict=True)
             ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            try:
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            except KeyboardInterrupt:  # only this thread hears it; a loop in another would go on
+                for thread in filter(threading.Thread.is_alive, threads):
+                    ident, error = ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+                raise
             if tasks.errors:
                 raise tasks.errors[0]
-            inside = {file for file in folder.rglob("*") if file.is_file()}
+            inside = {file for file in folder.rglob("*") if file.is_file()} - {older}
             others = {Path(f"{path}.index") for path in tasks.paths.values()} - inside
             answers.append(
                 {
@@ -282,6 +291,7 @@ def _save_run(student, inputs: list) -> list:
                         for file in inside
                     },
                     "left": [file.read_text(errors="replace") for file in others if file.exists()],
+                    "older": older.read_text(errors="replace") if older.exists() else "",
                 }
             )
     return answers
@@ -312,7 +322,7 @@ def _save_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         "all": ("every task writes once, so that none waits for the others", 2),
         "chief": ("the checkpoint in the folder is the chief's", 2),
         "paths": ("no two tasks write to the same path", 1),
-        "rest": ("of the others nothing is left", 1),
+        "rest": ("of the others nothing is left, and nothing older is lost", 1),
     }
     why = dict.fromkeys(texts, "")
 
@@ -338,7 +348,7 @@ def _save_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         elif any(all != want["all"] for _, all, _ in written):
             note("all", f"{about}: a task waited in checkpoint.write, and not all others came")
         if not kept:
-            note("chief", f"{about}: the folder is empty")
+            note("chief", f"{about}: there is no new file in the folder")
         elif not set(want["kept"]) <= set(kept):
             note("chief", f"{about}: there is no checkpoint of the name that was asked for")
         elif any(owner != {want["by"]} for owner in owners):
@@ -348,9 +358,11 @@ def _save_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
         if any(alone != all for _, all, alone in written):
             note("paths", f"{about}: two tasks used one path")
         if len(kept) > len(want["kept"]):
-            note("rest", f"{about}: {count(len(kept), 'file')} lie in the folder, 2 belong there")
+            note("rest", f"{about}: {len(kept)} new files lie in the folder, 2 belong there")
         elif left:
             note("rest", f"{about}: a task left its files in another folder")
+        elif item(answer, "older") != "older":
+            note("rest", f"{about}: an older checkpoint is gone, or changed")
     if why["all"] and not why["paths"]:
         why["paths"] = "not judged until all write"
     if why["all"] and not why["rest"]:
@@ -436,6 +448,23 @@ def save(checkpoint, folder, config, step):
         checkpoint.write(f"{folder}/{task['type']}-{task['index']}/ckpt-{step}")
 """,
             3,
+        ),
+        Wrong(
+            "clears the folder first",
+            """
+import os
+import tempfile
+def save(checkpoint, folder, config, step):
+    first = "chief" if "chief" in config["cluster"] else "worker"
+    if config["task"] == {"type": first, "index": 0}:
+        for name in os.listdir(folder):
+            os.remove(os.path.join(folder, name))
+        checkpoint.write(f"{folder}/ckpt-{step}")
+    else:
+        with tempfile.TemporaryDirectory() as spare:
+            checkpoint.write(f"{spare}/ckpt-{step}")
+""",
+            5,
         ),
     ),
 )
