@@ -29,7 +29,7 @@
 #
 # Each task has a cell for your code, and below it a cell with `check(...)`. Replace the line `raise NotImplementedError()` by your answer, run the cell, then run the check. It says which properties hold and which one to look at first. Helpers and imports of your own go into the answer's cell: a grader takes your answers and the imports and functions of the exercise's own cells, but no cell that you add.
 #
-# **Stuck?** After five minutes without progress take a hint: `hint("04-ring")` is a nudge, `hint("04-ring", level=2)` the way, `level=3` nearly the code. If ranks wait for each other, the check ends them after half a minute and says where a rank waits.
+# **Stuck?** After five minutes without progress take a hint: `hint("04-ring")` is a nudge, `hint("04-ring", level=2)` the way, `level=3` nearly the code. If ranks wait for each other, the check ends them, after half a minute at most, and says where a rank waits.
 
 # %%
 import torch

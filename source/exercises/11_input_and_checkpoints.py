@@ -60,7 +60,7 @@ for buffer in (10, 100):
 # - `augment` changes a picture at random. It must act **anew in every epoch**.
 # - One pass over the data set is one epoch, so it needs no `repeat`. Every epoch has every picture once, in an order of its own. Any picture may come first, and may meet any other in a batch.
 # - The strategy will split each of your batches over `replicas` devices, which take `local` pictures each. Only the last batch of an epoch may be smaller.
-# - Decoding and augmenting work on several pictures at a time, and the next batch is made while the model trains on this one.
+# - Call methods of data sets only, one after the other, beginning with `files`: the check notes which. Decoding and augmenting work on several pictures at a time, and the next batch is made while the model trains on this one.
 
 
 # %% task="11-pipeline"
@@ -93,10 +93,10 @@ check("11-pipeline")
 # Write `train(make_model, x, y, epochs, folder, callbacks)`. It trains until `epochs` epochs are done **in all**, and returns the model.
 #
 # - After every epoch it saves into `folder`.
-# - The process may be killed at any moment but that of a save. Nothing is left then but what lies in `folder`. `train` is called again, with the same arguments but for the name of the folder: the check moves it, and lets another training run elsewhere meanwhile. The second call goes on with the epoch that was interrupted, with the weights and the optimizer's state from the end of the one before.
+# - The process may be killed at any moment but that of a save. Nothing is left then but what lies in `folder`. `train` is called again with the same arguments, and goes on with the epoch that was interrupted, with the weights and the optimizer's state from the end of the one before.
 # - When all epochs are done already, it trains nothing and returns the model.
 #
-# `make_model()` returns a compiled model; after a kill it begins with other random weights, so that only saved ones help. Call `fit` with `shuffle=False`, so that the check can compare, with `verbose=0`, and with the given `callbacks` among yours, in any order: by them the check sees which epochs run, and kills you. The check trains more than ten epochs.
+# `make_model()` returns a compiled model; after a kill it begins with other random weights, so that only saved ones help. Call `fit` with `shuffle=False`, so that the check can compare, with `verbose=0`, and with the given `callbacks` among yours, in any order: by them the check sees which epochs run, and kills you. The check trains more than ten epochs. Before the second call it moves the folder, so `folder` is another path then, and in between it trains another model in another folder.
 
 
 # %% task="11-resume"
@@ -133,7 +133,7 @@ check("11-resume")
 #
 # Write `newest(folder, load)`. It returns `(epoch, model)` of the newest checkpoint that loads, or `None`.
 #
-# - Checkpoints are named `ckpt-7.keras`, `ckpt-10.keras`; the newest is the one with the largest number. Other files may lie in the folder, too.
+# - Checkpoints are named `ckpt-7.keras`, `ckpt-10.keras`; the newest is the one with the largest number. Only whole names count; other files, such as `ckpt-8.keras.part` or `old-ckpt-9.keras`, may lie there too.
 # - `load(path)` returns the model, or raises an error when the file is torn. What it raises depends on where the file is torn, and no list of kinds is ever complete.
 # - The time of a file says nothing: a copy or a change of rights sets it anew.
 # - Loading is expensive: load no file that you need not load.

@@ -174,7 +174,7 @@ for policy in policies:
 # %% [markdown]
 # Write `plan(files, workers, batch)`. `files` are the numbers of samples in each file, in order; `batch` is the global batch, a multiple of `workers`. Return a dict with four entries:
 #
-# - `"OFF"`, `"DATA"`, `"FILE"`: how many steps an epoch takes under this policy. A last step that is not full counts. Under OFF each worker gets every sample, in steps of its own share of the batch. Under DATA each sample goes to one worker, and all workers together take a whole batch in each step. Under FILE, worker w reads the files w, w + workers, w + 2·workers, …, in steps of its own share of the batch. It reads them as one row: a step may begin in one file and end in the next. Where a worker would get no file at all, `"FILE"` is `None`.
+# - `"OFF"`, `"DATA"`, `"FILE"`: how many steps an epoch takes under this policy, as an int. A last step that is not full counts. Under OFF each worker gets every sample, in steps of `batch // workers` samples. Under DATA each sample goes to one worker, and all workers together take a whole batch in each step. Under FILE, worker w reads the files w, w + workers, w + 2·workers, …, in steps of `batch // workers` samples. It reads them as one row: a step may begin in one file and end in the next. Where a worker would get no file at all, `"FILE"` is `None`.
 # - `"choice"`: FILE reads each file only once, so choose `"FILE"` if it is possible and takes no more steps than DATA; otherwise `"DATA"`.
 #
 # For the three files above that is `{"OFF": 6, "DATA": 3, "FILE": 4, "choice": "DATA"}`.

@@ -163,7 +163,7 @@ check("16-accumulate")
 # %% [markdown]
 # ## Task 3: a step that survives (6 points)
 #
-# Write `safe_step(model, optimizer, loss_fn, batch, micro)`: one training step with the whole batch. It starts with micro-batches of `micro` samples. When memory runs out, it halves `micro` (rounding down) and repeats the same batch. It returns the last `micro`, the size that worked.
+# Write `safe_step(model, optimizer, loss_fn, batch, micro)`: one training step with the whole batch. It starts with micro-batches of `micro` samples. When memory runs out, it halves `micro` (rounding down) and repeats the same batch. It returns the last `micro`, the size that worked. (`micro` may be larger than the batch: it is halved as it is.)
 #
 # - `batch` is `(x, y)`, and `loss_fn(model, part)` the mean over the samples of `part`. `batch` has no padding: each sample counts. The model has neither dropout nor buffers.
 # - However often memory ran out, the weights afterwards are those after one ordinary step with the whole batch (in float64, to a relative 1e-8).

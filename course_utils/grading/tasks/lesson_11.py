@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random as chance  # np.random in `run` is another
+import re
 from typing import Any
 
 from ..task import Finding, Task, Wrong, close, describe, is_list, is_number, item
@@ -76,12 +77,19 @@ def _pipeline_run(student, inputs: dict) -> dict:
                 result = found(*args, **kwargs)
                 if not isinstance(result, tf.data.Dataset):
                     return result
-                if name == "with_options":  # not a step
-                    return Recorded(result, self._calls)
-                parallel = name == "map" and (len(args) > 1 or "num_parallel_calls" in kwargs)
-                return Recorded(result, [*self._calls, name + (" parallel" if parallel else "")])
+                given = dict(enumerate(args)) | kwargs
+                step = name
+                if name == "map":
+                    at_a_time = given.get("num_parallel_calls", given.get(1))
+                    step += " parallel" if at_a_time not in (None, 1) else ""
+                none = name == "prefetch" and given.get("buffer_size", given.get(0)) == 0
+                steps = [] if none or name == "with_options" else [step]
+                return Recorded(result, self._calls + steps)
 
             return call
+
+        def apply(self, function):
+            return function(self)
 
         def __iter__(self):
             return iter(self._dataset)
@@ -200,10 +208,11 @@ def _order_why(epochs: list, flat: list, inputs: dict) -> str:
     mates = [frozenset(frozenset(row[0] for row in batch) for batch in e) for e in epochs]
     if len(set(mates)) == 1:
         return "the same pictures share a batch in every epoch"
-    # Any picture may come first: in six epochs a late one does, unless the buffer is small.
-    size = len(epochs[0][0])
-    if all(max(order[:size]) < len(inputs["greys"]) // 2 for order in orders):
-        return "in six epochs no picture of the second half came into the first batch"
+    # With room for b of n pictures, none comes b places earlier than its file. If there is room
+    # for all, six epochs without a picture 0.6 n places early are rarer than one in ten million.
+    early = max(picture - place for order in orders for place, picture in enumerate(order))
+    if early < 0.6 * len(inputs["greys"]):
+        return "in six epochs no late picture came early: is there room for all to be shuffled?"
     return ""
 
 
@@ -319,6 +328,26 @@ def pipeline(files, decode, augment, number, local, replicas):
             6,
         ),
         Wrong(
+            "has room for half of the pictures",
+            """
+import tensorflow as tf
+def pipeline(files, decode, augment, number, local, replicas):
+    auto = tf.data.AUTOTUNE
+    data = files.map(decode, num_parallel_calls=auto).cache().shuffle(number // 2)
+    return data.map(augment, num_parallel_calls=auto).batch(local * replicas).prefetch(auto)
+""",
+            5,
+        ),
+        Wrong(
+            "parallel and ahead by name alone",
+            """
+def pipeline(files, decode, augment, number, local, replicas):
+    data = files.map(decode, num_parallel_calls=1).cache().shuffle(number)
+    return data.map(augment, num_parallel_calls=1).batch(local * replicas).prefetch(0)
+""",
+            6,
+        ),
+        Wrong(
             "drops the rest",
             """
 import tensorflow as tf
@@ -345,12 +374,13 @@ def pipeline(files, decode, augment, number, local, replicas):
 
 def _resume_inputs(seed: int) -> dict:
     rng = chance.Random(seed)
-    # The kill comes after ten saved epochs, so that names and numbers sort otherwise.
+    # The kill comes after more than ten saved epochs, so that names and numbers sort otherwise;
+    # after eleven, so that who saves every second or tenth has not saved the last one.
     data = [round(rng.uniform(-1, 1), 3) for _ in range(rng.randint(34, 60))]
     starts = [
         round(w + rng.uniform(-0.1, 0.1), 3) for w in rng.sample([0.2, 0.5, 0.8, 1.1, 1.4], 4)
     ]
-    return {"epochs": 11, "killed_in": 10, "data": data, "starts": starts}
+    return {"epochs": 13, "killed_in": 11, "data": data, "starts": starts}
 
 
 def _resume_run(student, inputs: dict) -> dict:
@@ -363,7 +393,7 @@ def _resume_run(student, inputs: dict) -> dict:
     import numpy as np
 
     x = np.array(inputs["data"], dtype="float32")[:, None]
-    y = 2 * x - 1
+    y = 2 * x - 0.7
 
     class Killed(Exception):
         pass
@@ -429,7 +459,7 @@ def _adam(batches: list, start: float, epochs: int) -> list[list[float]]:
     for _ in range(epochs):
         for batch in batches:
             step += 1
-            errors = [w * v + b - (2 * v - 1) for v in batch]
+            errors = [w * v + b - (2 * v - 0.7) for v in batch]
             n = len(batch)
             slopes = [2 * sum(e * v for e, v in zip(errors, batch, strict=True)) / n]
             slopes.append(2 * sum(errors) / n)
@@ -643,6 +673,25 @@ def train(make_model, x, y, epochs, folder, callbacks):
             4,
         ),
         Wrong(
+            "saves after every second epoch, and after the last",
+            """
+import os
+import keras
+def train(make_model, x, y, epochs, folder, callbacks):
+    class Save(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch % 2 or epoch + 1 == epochs:
+                self.model.save(os.path.join(folder, f"ckpt-{epoch + 1}.keras"))
+    done = max((int(name[5:-6]) for name in os.listdir(folder)), default=0)
+    path = os.path.join(folder, f"ckpt-{done}.keras")
+    model = keras.models.load_model(path) if done else make_model()
+    model.fit(x, y, epochs=epochs, initial_epoch=done, shuffle=False, verbose=0,
+              callbacks=[*callbacks, Save()])
+    return model
+""",
+            4,
+        ),
+        Wrong(
             "the number of the epoch in a global name, which a kill takes along",
             """
 import os
@@ -707,7 +756,11 @@ def _newest_inputs(seed: int) -> list:
         case("torn", [3, top], [top + 2], inside=True),
         case("time", [4, top, top + 1], touched="ckpt-4.keras"),
         # whole files of another name, as other programs leave
-        case("others", [5, top], others=["ckpt-99.keras.part", "best-ckpt-98.keras"]),
+        case(
+            "others",
+            [5, top],
+            others=["ckpt-99.keras.part", "best-ckpt-98.keras", "ckpt-old-97.keras"],
+        ),
         case("none", [], [1, 2]),
         case("none", []),
         case("stop", [top], interrupt=rng.randint(1000, 9999)),
@@ -755,7 +808,7 @@ def _newest_run(student, inputs: list) -> dict:
             with open(os.path.join(folder, "notes.txt"), "w") as notes:
                 notes.write("learning rate 0.001")
             if "touched" in case:
-                os.chmod(os.path.join(folder, case["touched"]), 0o600)
+                os.utime(os.path.join(folder, case["touched"]))
             loads, interrupt = [], case.get("interrupt")
 
             def load(path, loads=loads, interrupt=interrupt):
@@ -792,9 +845,8 @@ def _checkpoints(case: dict) -> tuple[dict, dict]:
     """The files with the name of a checkpoint, by epoch: the whole ones, and the torn ones."""
     whole, torn = {}, {}
     for file in case["files"]:
-        name = file["name"]
-        if name.startswith("ckpt-") and name.endswith(".keras"):
-            (whole if file["cut"] >= 1 else torn)[int(name[5:-6])] = file
+        if name := re.fullmatch(r"ckpt-(\d+)\.keras", file["name"]):
+            (whole if file["cut"] >= 1 else torn)[int(name[1])] = file
     return whole, torn
 
 
@@ -829,7 +881,9 @@ def _newest_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     for number, (case, want) in enumerate(zip(inputs, expected, strict=True)):
         answer = item(item(got, "answers"), number)
         if case["about"] == "stop":
-            if item(answer, "heard") != [case["interrupt"]]:
+            if type(item(answer, "error")) is str:
+                why["stop"] = f"it failed with {item(answer, 'error')}"
+            elif item(answer, "heard") != [case["interrupt"]]:
                 why["stop"] = "the person at the keyboard was not heard: which errors do you catch?"
         else:
             problem = _newest_why(case, want, answer)
@@ -932,11 +986,10 @@ def newest(folder, load):
         Wrong(
             "loads them all and keeps the last",
             """
-import os
+import os, re
 def newest(folder, load):
-    names, found = os.listdir(folder), None
-    names = [n for n in names if n.startswith("ckpt-") and n.endswith(".keras")]
-    for epoch in sorted(int(name[5:-6]) for name in names):
+    names, found = [re.fullmatch(r"ckpt-(\\d+)\\.keras", name) for name in os.listdir(folder)], None
+    for epoch in sorted(int(name[1]) for name in names if name):
         try:
             found = epoch, load(os.path.join(folder, f"ckpt-{epoch}.keras"))
         except Exception as error:
@@ -944,6 +997,21 @@ def newest(folder, load):
     return found
 """,
             6,
+        ),
+        Wrong(
+            "takes the last number in any name that begins and ends like a checkpoint's",
+            """
+import glob, os, re
+def newest(folder, load):
+    paths = glob.glob(os.path.join(folder, "ckpt-*.keras"))
+    number = lambda path: int(re.findall(r"\\d+", os.path.basename(path))[-1])
+    for path in sorted(paths, key=number, reverse=True):
+        try:
+            return number(path), load(path)
+        except Exception as error:
+            print(path, error)
+""",
+            5,
         ),
         Wrong(
             "takes names that only begin like a checkpoint's",

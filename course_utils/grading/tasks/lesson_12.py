@@ -540,7 +540,7 @@ def _shard_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
             elif key == "choice":
                 problem = f"{about}: FILE and DATA were weighed another way"
             elif type(value) is float:
-                problem = f"{about}: a whole number was expected"
+                problem = f"{about}: an int was expected, not a float"
             elif want[key] is None:
                 problem = f"{about}: a worker would have nothing to read"
             elif type(value) is not int:

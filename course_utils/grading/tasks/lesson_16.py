@@ -800,7 +800,7 @@ def _step_inputs(seed: int) -> list:
     long = rng.randint(4, 5)
     cases = [
         case("fits", 8, [1] * 8, memory=8),
-        case("halves", 8, [1] * 10, memory=5),
+        case("halves", 7, [1] * 10, memory=5),  # 3 is the half of 7, rounded down
         case("halves", 16, [1] * 13, memory=4),
         case("halves", 4, [1, 1, 1, 1, long, long, 1, 1, 1, 1], memory=2 * long),
         case("halves", 8, [1] * 8 + [long] * 8, memory=4 * long, fails="backward"),
@@ -1015,6 +1015,30 @@ def safe_step(model, optimizer, loss_fn, batch, micro):
     return micro
 """,
             3,
+        ),
+        Wrong(
+            "rounds the half up",
+            """
+import torch
+def safe_step(model, optimizer, loss_fn, batch, micro):
+    x, y = batch
+    while True:
+        failed = False
+        optimizer.zero_grad()
+        try:
+            for i in range(0, len(x), micro):
+                part = x[i:i + micro], y[i:i + micro]
+                (loss_fn(model, part) * len(part[0]) / len(x)).backward()
+        except torch.OutOfMemoryError:
+            if micro == 1:
+                raise
+            failed = True
+        if not failed:
+            optimizer.step()
+            return micro
+        micro = (micro + 1) // 2
+""",
+            5,
         ),
         Wrong(
             "keeps the exception",
