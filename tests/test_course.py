@@ -52,6 +52,14 @@ def test_readme_lists_the_lessons():
     assert checks.check_readme() == []
 
 
+def test_a_lesson_says_how_long_its_exercise_takes():
+    for number, (_, lesson) in checks.lessons().items():
+        for path in (ROOT / "exercises").glob(f"{number}_*.ipynb"):
+            minutes = nbformat.read(path, as_version=4).metadata.course.minutes
+            said = f"About {sum(minutes.values())} minutes"
+            assert any(said in cell.source for cell in lesson.cells), (number, said)
+
+
 def test_address_stands_in_one_place():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout: which files belong to the course is not known")

@@ -479,7 +479,7 @@ for line, run in slips.items():
 #
 # ## Exercise
 #
-# [Exercise 01](../exercises/01_device_placement.ipynb): place jobs round-robin, sum products across devices, and turn a placement log into a table. About 20 minutes.
+# [Exercise 01](../exercises/01_device_placement.ipynb): place jobs round-robin, sum products across devices, and turn a placement log into a table. About 25 minutes.
 #
 # ## Recap
 #

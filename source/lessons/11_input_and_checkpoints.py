@@ -936,7 +936,7 @@ print("the new ways: no error")
 #
 # ## Exercise
 #
-# [Exercise 11](../exercises/11_input_and_checkpoints.ipynb): order a pipeline, resume at the right epoch, and pick the newest checkpoint that loads. About 40 minutes.
+# [Exercise 11](../exercises/11_input_and_checkpoints.ipynb): order a pipeline, resume at the right epoch, and pick the newest checkpoint that loads. About 45 minutes.
 #
 # ## Recap
 #

@@ -961,7 +961,7 @@ for number, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
 #
 # ## Exercise
 #
-# [Exercise 12](../exercises/12_multi_worker.ipynb): write TF_CONFIG for any cluster, decide who saves what where, and choose a shard policy. About 30 minutes.
+# [Exercise 12](../exercises/12_multi_worker.ipynb): write TF_CONFIG for any cluster, decide who saves what where, and choose a shard policy. About 40 minutes.
 #
 # ## Recap
 #
