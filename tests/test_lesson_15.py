@@ -40,6 +40,17 @@ def test_the_grader_s_kernel_cannot(graded):
     assert graded(lesson_15.LEAKS, "".join(lesson_15._MENDED.values())).score == 5
 
 
+@pytest.mark.slow
+def test_a_library_s_threads_do_not_take_the_memory_of_the_device(graded):
+    source = """
+import matplotlib.pyplot, threading
+for _ in range(8):  # 8 MiB each
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+    source += "".join(lesson_15._MENDED.values())
+    assert graded(lesson_15.LEAKS, source).score == lesson_15.LEAKS.points
+
+
 def test_a_sandbox_that_is_too_small_for_the_device_is_said(sandbox):
     exercise = replace(read_exercise("15", ROOT), tasks=(lesson_15.LEAKS,))
     rules = Rules(secret="a seed that no notebook uses", limits=Limits(memory=2000 * MiB))

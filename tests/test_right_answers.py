@@ -139,17 +139,5 @@ def unshard(flats, shapes):
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_answer_in_another_style_gets_everything(name):
     task, (style, source) = get_task(name), RIGHT[name]
-    for seed in (1, 2026):
-        found = findings_of(task, source, seed)
-        assert [finding.why for finding in found if finding.why] == [], style
-
-
-@pytest.mark.slow
-def test_a_library_s_threads_do_not_take_the_memory_of_the_device(graded):
-    source = """
-import matplotlib.pyplot, threading
-for _ in range(8):  # 8 MiB each
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-"""
-    source += "".join(lesson_15._MENDED.values())
-    assert graded(lesson_15.LEAKS, source).score == lesson_15.LEAKS.points
+    found = findings_of(task, source, seed=2026)
+    assert [finding.why for finding in found if finding.why] == [], style

@@ -114,7 +114,7 @@ def test_blank_is_not_attempted(task):
 def test_solution_gets_full_marks(task):
     score, printed = checked(task, SOLUTIONS[task.id])
     assert isinstance(score, Score) and (score, score.status) == (task.points, "ok"), printed
-    for seed in SECRET_SEEDS:
+    for seed in SECRET_SEEDS[:1] if is_slow(task) else SECRET_SEEDS:
         inputs = task.inputs(seed)
         assert points(task.mark(inputs, answer(task, SOLUTIONS[task.id], inputs))) == task.points
 
