@@ -112,8 +112,8 @@ TRAINED = "model = make_model(); model.fit(x, y, epochs=epochs, shuffle=False, v
 
 @pytest.mark.parametrize(
     "model",
-    ["pass", TRAINED + "; callbacks[0].set_model(model)"],
-    ids=["no model", "a trained model"],
+    ["pass", "callbacks[0].set_model(make_model())", TRAINED + "; callbacks[0].set_model(model)"],
+    ids=["no model", "an untrained model", "a trained model"],
 )
 def test_resume_callbacks_that_are_played_prove_no_model(model):
     assert passed("11-resume", PLAYED.replace("MODEL", model)) == set()

@@ -12,12 +12,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 _ID = re.compile(r"\d\d-[a-z0-9]+(-[a-z0-9]+)*")
 _NOTHING = object()
-BLOCK = 128  # MiB; from 32 on, glibc gives a freed block back at once
-_REST = 96  # MiB, for everything that is no block
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,8 @@ class Part:
 
     inputs: Any
     room: int
+    BLOCK: ClassVar[int] = 128  # MiB; from 32 on, glibc gives a freed block back at once
+    REST: ClassVar[int] = 96  # MiB, for everything that is no block
 
     @classmethod
     def of_blocks(cls, inputs: Any, blocks: int) -> Part:
@@ -64,7 +64,7 @@ class Part:
         The blocks are so large that the rest of the process weighs nothing beside them, and need
         not be touched: the kernel counts what is asked for.
         """
-        return cls(inputs, (blocks * BLOCK + _REST) * 2**20)
+        return cls(inputs, (blocks * cls.BLOCK + cls.REST) * 2**20)
 
 
 @dataclass(frozen=True)

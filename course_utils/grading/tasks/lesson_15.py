@@ -6,19 +6,7 @@ import random
 import re
 from typing import Any
 
-from ..task import (
-    BLOCK,
-    Finding,
-    Part,
-    Task,
-    Wrong,
-    close,
-    count,
-    describe,
-    is_list,
-    is_number,
-    item,
-)
+from ..task import Finding, Part, Task, Wrong, close, count, describe, is_list, is_number, item
 
 # --- 15-leaks ---------------------------------------------------------------------------
 
@@ -47,7 +35,7 @@ def _leak_inputs(seed: int) -> dict:
 def _leak_parts(inputs: dict) -> dict[str, Part]:
     """One program at a time, on a device whose limit the kernel keeps."""
     return {
-        name: Part.of_blocks(inputs | {"block": BLOCK, "programs": [name]}, inputs["limit"])
+        name: Part.of_blocks(inputs | {"block": Part.BLOCK, "programs": [name]}, inputs["limit"])
         for name in inputs["programs"]
     }
 

@@ -6,19 +6,7 @@ import random
 from fractions import Fraction
 from typing import Any
 
-from ..task import (
-    BLOCK,
-    Finding,
-    Part,
-    Task,
-    Wrong,
-    close,
-    count,
-    describe,
-    is_list,
-    is_number,
-    item,
-)
+from ..task import Finding, Part, Task, Wrong, close, count, describe, is_list, is_number, item
 
 OUT_OF_MEMORY = "OutOfMemoryError"
 MOST_TRIALS = 6
@@ -30,9 +18,8 @@ def _apart(inputs: list, blocks: str) -> dict[str, Part]:
     In a notebook memory is made up, and a program can talk it out of its limit; a grader's kernel
     keeps it.
     """
-    return {
-        case["name"]: Part.of_blocks([case | {"block": BLOCK}], case[blocks]) for case in inputs
-    }
+    real = {"block": Part.BLOCK}
+    return {case["name"]: Part.of_blocks([case | real], case[blocks]) for case in inputs}
 
 
 def _named(cases: list[dict]) -> list[dict]:
@@ -970,6 +957,27 @@ def _step_judge(inputs: list, expected: list, got: Any) -> list[Finding]:
     return [Finding(text, points, why[about]) for about, (text, points) in _STEP_TEXTS.items()]
 
 
+_CLEAR = "        optimizer.zero_grad()\n"
+_HALVES = """
+import torch
+def safe_step(model, optimizer, loss_fn, batch, micro):
+    x, y = batch
+    while True:
+        failed = False
+        optimizer.zero_grad()
+        try:
+            for i in range(0, len(x), micro):
+                part = x[i:i + micro], y[i:i + micro]
+                (loss_fn(model, part) * len(part[0]) / len(x)).backward()
+        except torch.OutOfMemoryError:
+            if micro == 1:
+                raise
+            failed = True
+        if not failed:
+            optimizer.step()
+            return micro
+        micro //= 2
+"""
 SAFE_STEP = Task(
     id="16-safe-step",
     title="a step that survives running out of memory",
@@ -1018,26 +1026,7 @@ def safe_step(model, optimizer, loss_fn, batch, micro):
         ),
         Wrong(
             "rounds the half up",
-            """
-import torch
-def safe_step(model, optimizer, loss_fn, batch, micro):
-    x, y = batch
-    while True:
-        failed = False
-        optimizer.zero_grad()
-        try:
-            for i in range(0, len(x), micro):
-                part = x[i:i + micro], y[i:i + micro]
-                (loss_fn(model, part) * len(part[0]) / len(x)).backward()
-        except torch.OutOfMemoryError:
-            if micro == 1:
-                raise
-            failed = True
-        if not failed:
-            optimizer.step()
-            return micro
-        micro = (micro + 1) // 2
-""",
+            _HALVES.replace("micro //= 2", "micro = (micro + 1) // 2"),
             5,
         ),
         Wrong(
@@ -1068,26 +1057,7 @@ def safe_step(model, optimizer, loss_fn, batch, micro):
         ),
         Wrong(
             "does not clear the gradients of the failed try",
-            """
-import torch
-def safe_step(model, optimizer, loss_fn, batch, micro):
-    x, y = batch
-    optimizer.zero_grad()
-    while True:
-        failed = False
-        try:
-            for i in range(0, len(x), micro):
-                part = x[i:i + micro], y[i:i + micro]
-                (loss_fn(model, part) * len(part[0]) / len(x)).backward()
-        except torch.OutOfMemoryError:
-            if micro == 1:
-                raise
-            failed = True
-        if not failed:
-            optimizer.step()
-            return micro
-        micro //= 2
-""",
+            _HALVES.replace(_CLEAR, "").replace("    while", _CLEAR[4:] + "    while"),
             4,
         ),
         Wrong(
@@ -1136,50 +1106,12 @@ def safe_step(model, optimizer, loss_fn, batch, micro):
         ),
         Wrong(
             "the mean of the means",
-            """
-import torch
-def safe_step(model, optimizer, loss_fn, batch, micro):
-    x, y = batch
-    while True:
-        failed = False
-        optimizer.zero_grad()
-        try:
-            starts = range(0, len(x), micro)
-            for i in starts:
-                part = x[i:i + micro], y[i:i + micro]
-                (loss_fn(model, part) / len(starts)).backward()
-        except torch.OutOfMemoryError:
-            if micro == 1:
-                raise
-            failed = True
-        if not failed:
-            optimizer.step()
-            return micro
-        micro //= 2
-""",
+            _HALVES.replace("* len(part[0]) / len(x)", "/ -(-len(x) // micro)"),
             4,
         ),
         Wrong(
             "takes every RuntimeError for a lack of memory",
-            """
-def safe_step(model, optimizer, loss_fn, batch, micro):
-    x, y = batch
-    while True:
-        failed = False
-        optimizer.zero_grad()
-        try:
-            for i in range(0, len(x), micro):
-                part = x[i:i + micro], y[i:i + micro]
-                (loss_fn(model, part) * len(part[0]) / len(x)).backward()
-        except RuntimeError:
-            if micro == 1:
-                raise
-            failed = True
-        if not failed:
-            optimizer.step()
-            return micro
-        micro //= 2
-""",
+            _HALVES.replace("torch.OutOfMemoryError", "RuntimeError"),
             5,
         ),
         Wrong(
